@@ -33,6 +33,7 @@ rlhf sample runs/ppo --prompt "…"
 rlhf report runs/ppo
 rlhf push   runs/ppo owner/name --dry-run         the model to the hub, with a card; --dry-run prints the card
 rlhf export runs/ppo --gguf ppo.gguf              one file for llama.cpp
+rlhf teach  configs/distill_sft.yaml --out teacher.safetensors      a teacher's probabilities, for offline distillation
 rlhf serve-reward runs/reward_model --port 8000   for reward.source.type=remote
 rlhf config configs/ppo.yaml policy.lr=1e-6
 rlhf lint   configs/ppo.yaml batch.epochs=20      unsafe settings, each with its reason, its source and the fix
@@ -296,6 +297,10 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--temperature", type=float, help=f"divides the logits (default: {trained}: 1)")
     sample.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this probability (default: 1)")
     sample.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
+    teach = verb("teach", "store a teacher's likeliest tokens at the answers of a data set", "file")
+    teach.add_argument("overrides", **overrides)  # type: ignore[arg-type]
+    teach.add_argument("--out", type=Path, required=True, metavar="file", help="the file to write, OUT.safetensors")
+    teach.add_argument("--top-k", type=int, default=64, help="likeliest tokens to keep at each token (default: 64)")
     serve = verb("serve-reward", "serve a trained reward model over HTTP, for reward.source.type=remote", "run")
     serve.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
@@ -410,6 +415,23 @@ def _compare(parsed: argparse.Namespace, console: Console) -> int:
         message = f"failed: {', '.join(failed)} (the table has the reason); the same command tries them again"
         Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
     return 1 if failed else 0
+
+
+def _teach(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.config.load import load_train
+    from rlhf.config.sections import OfflineConfig
+    from rlhf.data.paths import check_files
+    from rlhf.errors import ConfigError
+    from rlhf.lab.build import resolve_lab_paths
+
+    config = resolve_lab_paths(load_train(parsed.target, parsed.overrides))
+    if not isinstance(config, OfflineConfig) or not config.algorithm.reads_teacher:
+        raise ConfigError("rlhf teach writes for offline distillation: set algorithm.preset=distill_sft")
+    check_files(config)
+
+    from rlhf.commands.teach import run_teach
+
+    run_teach(config, parsed.out, top_k=parsed.top_k, console=console)
 
 
 def _config(parsed: argparse.Namespace, console: Console) -> None:
@@ -578,6 +600,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Console], int | None]] = {
     "export": _export,
     "chat": _chat,
     "sample": _sample,
+    "teach": _teach,
     "serve-reward": _serve_reward,
     "quickstart": _quickstart,
 }

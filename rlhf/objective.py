@@ -28,6 +28,7 @@ class Outputs:
     logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
     values: Float[Tensor, "B T"]
+    teacher: Float[Tensor, "K B T"] | None = None  # what the loss's `against_teacher` gave, if it reads a teacher
 
 
 class Objective:
@@ -54,18 +55,23 @@ class Objective:
         self, micro: Experience, outputs: Outputs, coefs: Coefs
     ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Mean]]:
         """Compute the terms of the loss, summed over `micro` (not yet divided), and their metrics."""
-        terms, metrics = self.policy_term(micro, outputs.logprobs, outputs.entropy, coefs)
+        terms, metrics = self.policy_term(micro, outputs.logprobs, outputs.entropy, coefs, outputs.teacher)
         if self.algorithm.value_loss is not None:
             value, value_metrics = self.value_term(micro, outputs.values)
             return terms | value, metrics | value_metrics
         return terms, metrics
 
     def policy_term(
-        self, micro: Experience, logprobs: Float[Tensor, "B T"], entropy: Float[Tensor, "B T"], coefs: Coefs
+        self,
+        micro: Experience,
+        logprobs: Float[Tensor, "B T"],
+        entropy: Float[Tensor, "B T"],
+        coefs: Coefs,
+        teacher: Float[Tensor, "K B T"] | None = None,
     ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Mean]]:
         """Compute the policy loss with entropy bonus and KL penalty, summed over `micro`, and its metrics."""
         mask = micro.loss_mask
-        surrogate, metrics = self._surrogate(micro, logprobs, coefs)
+        surrogate, metrics = self._surrogate(micro, logprobs, coefs, teacher)
         metrics["policy/entropy"] = Mean.of(entropy, mask)
         per_token = surrogate.per_token
         if self.policy_loss.needs_entropy:
@@ -109,7 +115,11 @@ class Objective:
         return batch.completion_mask & batch.finished[:, None]
 
     def _surrogate(
-        self, micro: Experience, logprobs: Float[Tensor, "B T"], coefs: Coefs
+        self,
+        micro: Experience,
+        logprobs: Float[Tensor, "B T"],
+        coefs: Coefs,
+        teacher: Float[Tensor, "K B T"] | None,
     ) -> tuple[Surrogate, dict[str, Mean]]:
         loss, mask = self.policy_loss, micro.loss_mask
         ratio = importance_ratio(logprobs, micro.logprobs, mask, loss.ratio_level)
@@ -124,6 +134,7 @@ class Objective:
                 mask=mask,
                 old_kl=old_kl,
                 coefs=coefs,
+                teacher=teacher,
             )
         )
         clipped = torch.zeros_like(mask) if surrogate.clipped is None else surrogate.clipped

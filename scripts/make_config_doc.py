@@ -47,9 +47,9 @@ class Page:
 TRAIN_PAGES = {
     "data": Page("Settings: data", "The file formats are in [data](../data.md).", ("data",)),
     "model": Page(
-        "Settings: policy, reference and critic",
+        "Settings: policy, reference, teacher and critic",
         "Starting values for learning rates are in [hyperparameters](../hyperparameters.md).",
-        ("policy", "reference", "critic"),
+        ("policy", "reference", "teacher", "critic"),
     ),
     "reward": Page(
         "Settings: reward",
@@ -86,6 +86,7 @@ ALGORITHM_PAGES = {
     "trust_region": ("trpo", "npg"),
     "online_dpo": ("online_dpo",),
     "rejection_sampling": ("rejection_sampling",),
+    "distillation": ("distill", "opd", "minillm", "distill_sft"),
 }
 """Preset -> its page in docs/algorithms; every other preset is on the page of GRPO."""
 

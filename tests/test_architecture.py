@@ -28,6 +28,7 @@ IMPORTERS = {
         "rlhf.api",
         "rlhf.suites.detox",  # its judge of similarity is a model of transformers
         "rlhf.rewards.source",  # for annotations only
+        "rlhf.teachers",  # for annotations only
     },
     "deepspeed": {"rlhf.runtime.deepspeed"},
     "fastapi": {"reward_model.server"},

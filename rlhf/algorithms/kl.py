@@ -119,7 +119,8 @@ class AdaptiveKl(KlController):
 
 def coefficient(kl: Kl, facts: Facts) -> Value | None:
     """Return a coefficient of the penalty that is out of range; 0 is another rule's business."""
-    return None if kl.placement == "none" or kl.coef == 0 or 1e-4 <= kl.coef <= 0.5 else kl.coef
+    is_usual = kl.placement == "none" or kl.coef == 0 or 1e-4 <= kl.coef <= 0.5
+    return None if is_usual or kl.to == "teacher" else kl.coef  # a teacher's weight is the objective's own
 
 
 def estimator_in_reward(kl: Kl, facts: Facts) -> Value | None:
@@ -137,6 +138,9 @@ class Kl(Section):
 
     placement: Literal["reward", "loss", "none"] = "reward"
     """reward: subtracted from the token rewards; loss: added to the loss; none: no penalty."""
+    to: Literal["reference", "teacher"] = "reference"
+    """teacher: the model of the section `teacher` takes the place of the reference, which is distillation by a penalty;
+    coef is then the teacher's weight beside the reward."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """Schulman's estimators; in the loss only k2 and k3 (the expected gradient of k1 is zero)."""
     coef: NonNegative = 0.05
@@ -197,6 +201,8 @@ class Kl(Section):
                 f"kl.importance_weighted weighs the penalty in the loss, but kl.placement is {self.placement}: "
                 "set kl.placement=loss with k2 or k3, or leave it false"
             )
+        if self.placement == "none" and self.to == "teacher":
+            raise ValueError("kl.to=teacher is a penalty: set kl.placement to reward or loss, or leave kl.to out")
         if self.placement == "none" and self.controller.adapts:
             raise ValueError("an adaptive controller needs kl.placement to be reward or loss")
         return self

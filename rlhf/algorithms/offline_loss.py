@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
+    from rlhf.algo.divergence import TeacherTokens
     from rlhf.types import Side
 
 
@@ -34,6 +35,8 @@ class OfflineLoss(Choice):
     completions_per_row: ClassVar[int] = 1
     needs_reference: ClassVar[bool] = False
     """Whether the loss reads the reference's log-probabilities."""
+    reads_teacher: ClassVar[bool] = False
+    """Whether it compares the policy's next-token distributions with a teacher's, by `against_teacher`."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -45,6 +48,10 @@ class OfflineLoss(Choice):
 
     def check_sizes(self, rows_per_step: int) -> None:
         """Check that the loss can work with this many rows in a step."""
+
+    def against_teacher(self, log_pi: Float[Tensor, "N V"], teacher: TeacherTokens) -> Float[Tensor, "K N"]:
+        """Compute K numbers of each token from its distributions, for a loss that reads a teacher."""
+        raise NotImplementedError
 
 
 class PairLoss(OfflineLoss):

@@ -92,6 +92,26 @@ class Online(Section):
         return (self.kl.placement != "none" and self.kl.weighs) or self.policy_loss.pair_loss is not None
 
     @property
+    def samples(self) -> bool:
+        """Return True: the policy's own completions are learned from, at the temperature of sampling."""
+        return True
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Return whether the loss or the KL penalty reads a teacher."""
+        return self.compares_with_teacher or self.replaces_reference
+
+    @property
+    def replaces_reference(self) -> bool:
+        """Return whether the teacher takes the place of the reference."""
+        return self.kl.to == "teacher"
+
+    @property
+    def compares_with_teacher(self) -> bool:
+        """Return whether the loss compares whole distributions with the teacher's, in every pass of an update."""
+        return self.policy_loss.reads_teacher
+
+    @property
     def reads_old_log_probs_before_update(self) -> bool:
         """Return whether something depends on them that is not a single pass over all completions of a step."""
         drops_rows = self.drop_uniform_groups or self.mask_truncated

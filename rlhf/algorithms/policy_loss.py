@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
+    from rlhf.algo.divergence import TeacherTokens
     from rlhf.algo.kl import Coefs
     from rlhf.algo.masked import Mean
     from rlhf.algorithms import online
@@ -33,6 +34,7 @@ class Tokens:
     mask: Bool[Tensor, "B T"]
     old_kl: Float[Tensor, "B T"]  # the estimate of KL(old || new)
     coefs: Coefs  # as the controllers have set them for this step
+    teacher: Float[Tensor, "K B T"] | None = None  # what the loss's `against_teacher` gave, if it reads a teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class PolicyLoss(Choice):
     """Whether the log-probabilities of the policy that sampled have to be known before the update."""
     is_trusted: ClassVar[bool] = True
     """Whether it is known to keep the policy near its samples over many updates, or to have no need to."""
+    reads_teacher: ClassVar[bool] = False
+    """Whether it compares the policy's next-token distributions with a teacher's, by `against_teacher`."""
     searches: ClassVar[bool] = False
     """Whether the policy takes one step on each batch, which `search` finds, in place of the optimizer's steps."""
     unread_optimizer: ClassVar[str] = "the policy loss searches its step itself"
@@ -87,6 +91,10 @@ class PolicyLoss(Choice):
 
     def load(self) -> None:
         """Import what the settings name, at the start of a run; an error names the key."""
+
+    def against_teacher(self, log_pi: Float[Tensor, "N V"], teacher: TeacherTokens) -> Float[Tensor, "K N"]:
+        """Compute K numbers of each token from its distributions; `Tokens.teacher` has them, with their gradient."""
+        raise NotImplementedError
 
     def check(self, algorithm: online.Online) -> None:
         """Check that the loss and the rest of the algorithm go together; a ValueError says what to set."""

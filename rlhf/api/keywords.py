@@ -130,6 +130,7 @@ class KlKeys(TypedDict, total=False):
     """Keys of a section, all optional."""
 
     placement: Literal["reward", "loss", "none"]
+    to: Literal["reference", "teacher"]
     estimator: Literal["k1", "k2", "k3"]
     coef: float
     importance_weighted: bool
@@ -263,6 +264,7 @@ class TrainKeywords(TypedDict, total=False):
     data: Mapping[str, Any]
     policy: PolicyKeys
     reference: ReferenceKeys
+    teacher: Any
     critic: CriticKeys
     sampling: SamplingKeys
     overlap: OverlapKeys
@@ -290,6 +292,7 @@ class SftKeywords(TypedDict, total=False):
     run: RunKeys
     policy: PolicyKeys
     reference: ReferenceKeys
+    teacher: Any
     critic: CriticKeys
     reward: Any
     sampling: SamplingKeys
@@ -399,6 +402,7 @@ class CompareKeywords(TypedDict, total=False):
     data: Mapping[str, Any]
     policy: PolicyKeys
     reference: ReferenceKeys
+    teacher: Any
     critic: CriticKeys
     sampling: SamplingKeys
     algorithm: Mapping[str, Any]

@@ -14,12 +14,15 @@ from torch import nn
 from rlhf.config.compare import BudgetConfig, BudgetUnit
 from rlhf.config.sections import OfflineConfig, TrainConfig
 from rlhf.models.folders import member_folders, model_folder
+from rlhf.models.policy_models import Models
 from rlhf.rewards.source import Source, sources_in
 from rlhf.tracking.metrics import format_duration
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, read_jsonl
+from rlhf.training.losses import DemonstrationLoss
 from rlhf.training.offline import OfflineRun
 from rlhf.training.online_run import OnlineRun
+from rlhf.training.step import Loss
 
 COSTS = "costs.jsonl"
 FORWARD, BACKWARD = 2, 4  # FLOPs per parameter and token (Kaplan et al. 2020, section 2.1)
@@ -88,6 +91,7 @@ class Sizes:
     reference: int = 0
     critic: int = 0
     reward: int = 0
+    teacher: int = 0
 
 
 def online_flops(sizes: Sizes, *, tokens: int, passes: float) -> float:
@@ -95,7 +99,8 @@ def online_flops(sizes: Sizes, *, tokens: int, passes: float) -> float:
 
     A step samples, scores, annotates by policy, reference and critic, then does `passes` updates of policy and critic:
 
-        tokens * (2 N_policy + 2 N_reward + 2 (N_policy + N_reference + N_critic) + passes * 6 (N_policy + N_critic))
+        tokens * (2 N_policy + 2 N_reward + 2 (N_policy + N_reference + N_critic)
+                  + passes * (6 (N_policy + N_critic) + 2 N_teacher))
 
     Args:
         sizes: N, embeddings included; attention over the context is left out.
@@ -103,18 +108,18 @@ def online_flops(sizes: Sizes, *, tokens: int, passes: float) -> float:
         passes: passes with gradient over the step's completions; a fraction where only some of them are trained on.
     """
     forward = 2 * sizes.policy + sizes.reward + sizes.reference + sizes.critic
-    update = passes * (FORWARD + BACKWARD) * (sizes.policy + sizes.critic)
+    update = passes * ((FORWARD + BACKWARD) * (sizes.policy + sizes.critic) + FORWARD * sizes.teacher)
     return float(tokens * (FORWARD * forward + update))
 
 
 def offline_flops(sizes: Sizes, *, tokens: int) -> float:
     """Estimate the FLOPs of an offline step.
 
-    The policy runs forward and backward, the reference forward (even where a cache has spared that pass):
+    The policy runs forward and backward, reference and teacher forward (even where a cache has spared that pass):
 
-        tokens * (6 N_policy + 2 N_reference)
+        tokens * (6 N_policy + 2 N_reference + 2 N_teacher)
     """
-    return float(tokens * ((FORWARD + BACKWARD) * sizes.policy + FORWARD * sizes.reference))
+    return float(tokens * ((FORWARD + BACKWARD) * sizes.policy + FORWARD * (sizes.reference + sizes.teacher)))
 
 
 def sampling_flops(sizes: Sizes, *, tokens: int) -> float:
@@ -211,11 +216,24 @@ def _sizes(run: OnlineRun | OfflineRun, config: TrainConfig) -> Sizes:
     if isinstance(run, OfflineRun):
         policy = count_parameters(run.trained.module)
         uses_reference = isinstance(config, OfflineConfig) and config.uses_reference
-        return Sizes(policy=policy, reference=policy if uses_reference else 0)
+        return Sizes(policy=policy, reference=policy if uses_reference else 0, teacher=_teacher_parameters(run.loss))
     policy = count_parameters(run.models.policy)
     return Sizes(
         policy=policy,
-        reference=policy if run.models.has_reference else 0,
+        reference=_reference_parameters(run.models, policy),
         critic=count_parameters(run.models.critic),
         reward=count_source_parameters(run.config.reward.source),
+        teacher=0 if run.models.teacher is None else run.models.teacher.parameters,
     )
+
+
+def _reference_parameters(models: Models, policy: int) -> int:
+    """Count the parameters of the reference, which may be a teacher of another size."""
+    if models.reference_is_teacher:
+        return count_parameters(models.reference)
+    return policy if models.has_reference else 0
+
+
+def _teacher_parameters(loss: Loss) -> int:
+    teacher = loss.models.teacher if isinstance(loss, DemonstrationLoss) else None
+    return 0 if teacher is None else teacher.parameters

@@ -366,10 +366,16 @@ def _refuse(overrides: Overrides, keys: tuple[str, ...], where: str) -> None:
     tree = overrides.tree()
     for key in keys:
         section, _, name = key.partition(".")
-        if name in tree.get(section, {}):
+        if name in tree.get(section, {}) and not _is_no_reward(tree[section][name]):
             raise ConfigError(
                 f"{where}.{key} is the same for every arm: it is set by {FIXED_SETTINGS[key]} of the comparison"
             )
+
+
+def _is_no_reward(value: object) -> bool:
+    """Return whether a setting is a source that scores all completions alike: an arm may do without a reward."""
+    member = Source.choices().get(str(value.get("type"))) if isinstance(value, Mapping) else None
+    return member is not None and member.is_constant
 
 
 def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: TrainConfig) -> Tree:

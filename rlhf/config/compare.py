@@ -196,6 +196,8 @@ class Overrides(Section):
     """See rlhf train."""
     reference: dict[str, Any] = {}
     """See rlhf train."""
+    teacher: dict[str, Any] = {}
+    """See rlhf train."""
     critic: dict[str, Any] = {}
     """See rlhf train."""
     reward: dict[str, Any] = {}

@@ -43,6 +43,7 @@ from rlhf.config.run import (
 )
 from rlhf.rewards.source import Source
 from rlhf.section import Needed, NonNegative, OneOf, Positive, Section
+from rlhf.teachers.teacher import Teacher
 
 LogProbs = Literal["auto", "naive", "chunked"]
 Packing = Literal["auto", "off"]
@@ -302,6 +303,9 @@ class TrainSections(Section):
     """The model being trained."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen policy to compare with."""
+    teacher: Annotated[Teacher, OneOf("model")] | None = None
+    """Where the distributions come from that the policy is distilled from (presets distill, opd, minillm and
+    distill_sft); null: no teacher."""
     critic: CriticConfig = CriticConfig()
     """The value function (GAE only)."""
     reward: RewardConfig | None = None
@@ -337,10 +341,44 @@ class TrainSections(Section):
         self.__dict__["run"] = self.run.named_after(self.algorithm.name)
         return self
 
+    @property
+    def reference_model(self) -> str | None:
+        """Return the model of the reference: reference.model, or the teacher that takes its place; None: the start."""
+        if self.teacher is not None and self.algorithm.replaces_reference:
+            return self.teacher.as_reference
+        return self.reference.model
+
     @model_validator(mode="after")
     def _check_policy(self) -> TrainSections:
         self.policy.check_optimizer("policy", self.policy.dtype, self.sharding)
         self.run.check_dtype("policy", self.policy.dtype)
+        return self
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> TrainSections:
+        algorithm, teacher = self.algorithm, self.teacher
+        if teacher is None:
+            if algorithm.reads_teacher:
+                raise ValueError(f"teacher is missing: {algorithm.name} learns from one; set teacher.model")
+            return self
+        if not algorithm.reads_teacher:
+            raise ValueError(
+                f"teacher is set, but {algorithm.name} reads none: choose algorithm.preset=distill, opd, minillm or "
+                "distill_sft, or set algorithm.kl.to=teacher"
+            )
+        if algorithm.replaces_reference:
+            if teacher.as_reference is None:
+                raise ValueError(
+                    "kl.to=teacher reads the log-probability of every sampled token, which "
+                    f"teacher.type={teacher.type} does not give: set teacher.type=model, or algorithm.preset=distill"
+                )
+            if self.reference.model is not None:
+                raise ValueError("kl.to=teacher puts the teacher in place of the reference: leave reference.model out")
+        if algorithm.compares_with_teacher and self.sharding.stage == 3:
+            raise ValueError(
+                f"a comparison with a teacher needs whole LM heads, which sharding={self.sharding.mode} splits: set "
+                "sharding=zero2, or algorithm.preset=opd"
+            )
         return self
 
 
@@ -400,6 +438,11 @@ class OnlineConfig(TrainSections):
             splits_weights=self.sharding.uses_deepspeed,
             shares_backbone=self.critic.shared and self.algorithm.value_loss is not None,
         )
+        if self.teacher is not None and not self.teacher.answers_anything:
+            raise ValueError(
+                f"teacher.type={self.teacher.type} has answers for given completions only: use "
+                "algorithm.preset=distill_sft, or teacher.type=model or server"
+            )
         self.reward.shaping.check_length(self.sampling.max_new_tokens)
         self.reward.check_gdpo(self.algorithm, reward_parts=self.overlap.reward_parts)
         return self

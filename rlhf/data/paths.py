@@ -240,6 +240,8 @@ def _model_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str,
     unread = unread_keys(config)
     if config.reference.model is not None and "reference" not in unread:
         yield "reference.model", config.reference.model
+    if config.teacher is not None:
+        yield from ((f"teacher.{field}", path) for field, path in config.teacher.model_paths().items())
     if config.critic.init not in ("auto", "policy", "reward") and "critic" not in unread:
         yield "critic.init", config.critic.init
     if config.reward is not None and "reward" not in unread:

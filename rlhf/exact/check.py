@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhf.algo.advantages import token_rewards
+from rlhf.algo.divergence import TeacherTokens
 from rlhf.algo.functions import AdvantageFunction, LossFunction
 from rlhf.algo.kl import Coefs
 from rlhf.algo.policy_loss import importance_ratio, kl_old_new
@@ -78,6 +79,8 @@ def check(function: Checked, kind: Kind | None = None) -> CheckResult:
     """
     if isinstance(function, type):
         function = _with_defaults(function)
+    if isinstance(function, TokenLoss) and function.reads_teacher:
+        return CheckResult("loss", tuple(_check_distillation(function, enumerate_world())))
     if isinstance(function, PolicyLoss):
         function, kind = _loss_function(function), "loss"
     elif isinstance(function, Advantage):
@@ -144,6 +147,55 @@ def _advantage_function(advantage: Advantage) -> AdvantageFunction:
         return advantage.compute(rollout, rewards)[0]
 
     return function
+
+
+def _check_distillation(loss: TokenLoss, world: World) -> list[Finding]:
+    """Check a loss that reads a teacher: its gradient, its minimum, and that no row depends on another."""
+    teacher, rows = random_table(world, 13), world.all_rows()
+
+    def per_token(logits: Tensor, rows: Tensor) -> Tensor:
+        log_pi, mask = logits.log_softmax(-1), world.mask[rows % len(world.ids)]
+        states, known = (world.per_token(table, rows)[mask] for table in (log_pi, teacher))
+        columns = loss.against_teacher(states, TeacherTokens(logprobs=known))
+        placed = columns.new_zeros(len(columns), *mask.shape).masked_scatter(
+            mask.expand(len(columns), *mask.shape), columns
+        )
+        logprobs = world.token_logprobs(log_pi, rows)
+        tokens = Tokens(
+            ratio=torch.ones_like(logprobs),
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach(),
+            advantages=torch.zeros_like(logprobs),
+            mask=mask,
+            old_kl=torch.zeros_like(logprobs),
+            coefs=Coefs(kl=0.0, penalty=loss.start_coef),
+            teacher=placed,
+        )
+        return torch.where(mask, loss.per_token(tokens).per_token, 0.0)
+
+    table = random_table(world, 12).requires_grad_()
+    shape, values = _try_shape(lambda: per_token(table, rows))
+    if values is None:
+        return [shape]
+    if not values.requires_grad:
+        return [shape, Finding("the gradient reaches the policy", False, "the loss has no gradient")]
+    what = "a row's loss does not depend on other rows"
+    alone = torch.cat([per_token(table, rows[row : row + 1]) for row in range(len(rows))])
+    at_teacher = teacher.clone().requires_grad_()
+    least = per_token(at_teacher, rows)
+    (slope,) = torch.autograd.grad(least.sum(), at_teacher)
+    is_least = bool((values >= -ROUNDING).all()) and _close(least, torch.zeros_like(least))
+    return [
+        shape,
+        Finding("the gradient reaches the policy", True),
+        Finding(what, _close(alone, values), "" if _close(alone, values) else "it does"),
+        Finding(
+            "it is a divergence: never negative, and 0 where the policy is the teacher",
+            is_least,
+            "" if is_least else "it is not: what the teacher says of all tokens has to be compared, the tail too",
+        ),
+        Finding("the teacher's policy is a stationary point", _close(slope, torch.zeros_like(slope))),
+    ]
 
 
 def _line(finding: Finding) -> str:

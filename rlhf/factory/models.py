@@ -14,6 +14,7 @@ from rlhf.data.tokenizer import load_tokenizer, shares_vocabulary
 from rlhf.errors import ConfigError
 from rlhf.factory.context import RunContext
 from rlhf.factory.exported import export_policy
+from rlhf.factory.teacher import build_teacher
 from rlhf.models.backbone import (
     CausalLM,
     check_vocabulary,
@@ -80,6 +81,7 @@ def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: Pr
             reference = build_reference(config, tokenizer, context.engine)
     if config.reference.model is not None:
         context.identify_model("reference.model", config.reference.model)
+    teacher = build_teacher(config, context, tokenizer, policy)
     models = Models(
         policy=policy,
         temperature=config.sampling.temperature,
@@ -92,6 +94,8 @@ def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: Pr
         adapter_off_is_reference=config.reference.measure and adapter_off_is_reference(config),
         update_gives_old_logprobs=config.update_gives_old_log_probs,
         entropy_gradient=algorithm.policy_loss.needs_entropy,
+        teacher=teacher,
+        reference_is_teacher=algorithm.replaces_reference,
         engine=engine,
     )
     keep_reference_in_bfloat16(models)
@@ -108,12 +112,12 @@ def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: Pr
 
 def adapter_off_is_reference(config: TrainConfig) -> bool:
     """Return whether the policy with its adapter disabled serves as the reference."""
-    return config.reference.model is None and config.policy.lora is not None
+    return config.reference_model is None and config.policy.lora is not None
 
 
 def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> PreTrainedModel:
     """Load the frozen reference, a model of its own."""
-    path = model_folder(config.reference.model or config.policy.model)
+    path = model_folder(config.reference_model or config.policy.model)
     trust = config.policy.trust_remote_code
     model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=trust, engine=engine)
     check_vocabulary(model, tokenizer, path)

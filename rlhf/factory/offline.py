@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.offline_loss import LabelLoss, PairLoss
-from rlhf.algorithms.sft import Sft
+from rlhf.algorithms.sft import DemonstratedLoss
 from rlhf.batching import Batch
 from rlhf.config.data import PreferencesConfig, SftConfig
 from rlhf.config.sections import OfflineConfig
@@ -47,6 +47,7 @@ from rlhf.factory.models import (
     keep_reference_in_bfloat16,
     read_export_origin,
 )
+from rlhf.factory.teacher import build_teacher
 from rlhf.models.backbone import context_length
 from rlhf.models.policy_models import Ema, Models
 from rlhf.models.saving import save_models
@@ -317,6 +318,7 @@ def _build_models(
     )
     fast_ways = None if engine.splits_weights else models.fast_ways()
     attach_reference(config, context, tokenizer, models)
+    models.teacher = build_teacher(config, context, tokenizer, models.policy)
     trained = engine.train("policy", models.policy, config.policy, terms=("sft", PREFERENCE_TERM))
     fast_ways = fast_ways or models.fast_ways()  # under ZeRO-3 only DeepSpeed's hooks make weights whole
     context.notes += fast_ways.lines()
@@ -325,12 +327,12 @@ def _build_models(
 
 def sft_task(
     config: OfflineConfig,
-    section: Sft,
+    section: DemonstratedLoss,
     context: RunContext,
     tokenizer: PreTrainedTokenizerBase,
     models: Models,
 ) -> OfflineTask:
-    """Build the task of SFT: demonstrations, and their negative log-likelihood as the loss."""
+    """Build the task of a loss per token of demonstrations, as SFT's."""
     loss = DemonstrationLoss(models, section)
     stream = build_demonstrations(
         config.sft_data,

@@ -254,6 +254,12 @@ def many_sft_epochs(config: OfflineConfig, facts: Facts) -> Value | None:
     return outside(epochs, 0.0, MOST_SFT_PASSES) if epochs is not None and method(config) == "sft" else None
 
 
+def teacher_template(config: OnlineConfig | OfflineConfig, facts: Facts) -> Value | None:
+    """Return a template that is not the tokenizer's own, where a teacher reads what it renders."""
+    is_other = config.teacher is not None and config.data.chat_template != "auto"
+    return config.data.chat_template if is_other else None
+
+
 def constant_rate(config: OfflineConfig | RewardModelConfig, facts: Facts) -> Value | None:
     """Return constant where the same rows are read many times at the full rate."""
     epochs, decay = config.schedule.epochs, config.schedule.decay
@@ -349,6 +355,16 @@ DATA_RULES = (
         reason="The longest reported SFT run takes 16 passes, and its held-out loss rises after the first.",
         source="Ouyang et al. 2022, sec. 3.5",
         fix="schedule.epochs=3, and data.eval_sft to see when the held-out loss rises",
+    ),
+    Rule(
+        name="teacher-template",
+        level="warning",
+        runs=(OnlineConfig, OfflineConfig),
+        key="data.chat_template",
+        violation=teacher_template,
+        reason="The teacher reads conversations in another form than its own template, in which it answers worse.",
+        source="implementation detail: policy and teacher read the same token ids",
+        fix="data.chat_template=auto, with the template of the teacher",
     ),
     Rule(
         name="constant-rate-many-epochs",

@@ -47,6 +47,12 @@ class TokenOutputs:
     entropy: Float[Tensor, "B T"]  # nats, of the whole next-token distribution
     first_choice: Bool[Tensor, "B T"]  # the token is the model's most likely one
     hidden: Float[Tensor, "B T D"] | None  # last hidden state that predicts the token, on request
+    compared: Float[Tensor, "K B T"] | None = None  # what `compare` computed of its distribution, on request
+
+
+Compare = Callable[[Float[Tensor, "N V"], slice], Float[Tensor, "K N"]]
+"""Computes K numbers of each live token from the log-probabilities of all tokens there; the slice says which tokens of
+the batch they are, row after row. It is called again in the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +97,7 @@ def completion_outputs(
     log_probs: LogProbs = "auto",
     packing: Packing = "auto",
     float32_head: bool = False,
+    compare: Compare | None = None,
 ) -> TokenOutputs:
     """Compute the log-probability and entropy of every completion token given all tokens before it.
 
@@ -99,6 +106,7 @@ def completion_outputs(
     `log_probs` is naive, or if the model's forward does more to the logits than its head. Rows go
     through the model without padding if `packing` is auto and the model allows it.
     `float32_head` computes logits in float32 in a bfloat16 run too, where the head's own have 8 bits.
+    `compare` is asked about every live token besides.
 
     Raises:
         ModelError: `log_probs` is chunked, but the model's forward does more to the logits than its head.
@@ -106,7 +114,9 @@ def completion_outputs(
     fields = prompt_ids, prompt_mask, completion_ids, completion_mask
     if in_chunks(model, log_probs):
         rows = pack_for(body_of(model), *fields) if packing == "auto" else None
-        reader = _TokenReader(completion_ids, completion_mask, temperature, entropy_gradient, with_hidden, float32_head)
+        reader = _TokenReader(
+            completion_ids, completion_mask, temperature, entropy_gradient, with_hidden, float32_head, compare
+        )
         return reader.padded(model, Sequences.join(*fields)) if rows is None else reader.packed(model, rows)
     sequences = Sequences.join(*fields)
     logits, hidden = completion_logits(
@@ -119,6 +129,7 @@ def completion_outputs(
         temperature=temperature,
         entropy_gradient=entropy_gradient,
         hidden=hidden,
+        compare=compare,
     )
 
 
@@ -144,6 +155,7 @@ class _TokenReader:
     entropy_gradient: bool
     with_hidden: bool
     float32_head: bool
+    compare: Compare | None = None
 
     def padded(self, model: CausalLM, sequences: Sequences) -> TokenOutputs:
         """Compute the outputs from padded rows; each token is predicted one position before its own."""
@@ -181,12 +193,13 @@ class _TokenReader:
             temperature=self.temperature,
             entropy_gradient=self.entropy_gradient,
             float32_head=self.float32_head,
+            compare=self.compare,
         )
 
-    def _scatter(self, live: Float[Tensor, "3 M"], states: Float[Tensor, "M D"] | None) -> TokenOutputs:
-        logprobs, entropy, first = (place_live(values, self.mask) for values in live)
+    def _scatter(self, live: Float[Tensor, "J M"], states: Float[Tensor, "M D"] | None) -> TokenOutputs:
+        logprobs, entropy, first, *compared = (place_live(values, self.mask) for values in live)
         hidden = place_live(states, self.mask) if self.with_hidden and states is not None else None
-        return _outputs(logprobs, entropy, first, hidden, entropy_gradient=self.entropy_gradient)
+        return _outputs(logprobs, entropy, first, hidden, compared, entropy_gradient=self.entropy_gradient)
 
 
 def token_outputs(
@@ -197,21 +210,33 @@ def token_outputs(
     temperature: float,
     entropy_gradient: bool = False,
     hidden: Float[Tensor, "B T D"] | None = None,
+    compare: Compare | None = None,
 ) -> TokenOutputs:
     """Compute log-probability and entropy of each completion token from the logits that predict it."""
     stats = token_statistics(logits, completion_ids, temperature, entropy_gradient=entropy_gradient)
     logprobs, entropy, first = stats.where(completion_mask, torch.zeros((), dtype=stats.dtype, device=stats.device))
-    return _outputs(logprobs, entropy, first, hidden, entropy_gradient=entropy_gradient)
+    compared: list[Tensor] = []
+    if compare is not None:
+        live = (at_least_float32(select_live(logits, completion_mask)) / temperature).log_softmax(dim=-1)
+        compared = [place_live(values, completion_mask) for values in compare(live, slice(0, len(live)))]
+    return _outputs(logprobs, entropy, first, hidden, compared, entropy_gradient=entropy_gradient)
 
 
 def _outputs(
-    logprobs: Tensor, entropy: Tensor, first: Tensor, hidden: Tensor | None, *, entropy_gradient: bool
+    logprobs: Tensor,
+    entropy: Tensor,
+    first: Tensor,
+    hidden: Tensor | None,
+    compared: Sequence[Tensor],
+    *,
+    entropy_gradient: bool,
 ) -> TokenOutputs:
     return TokenOutputs(
         logprobs=logprobs,
         entropy=entropy if entropy_gradient else entropy.detach(),
         first_choice=first.detach().bool(),
         hidden=hidden,
+        compared=torch.stack(list(compared)) if compared else None,
     )
 
 
@@ -371,23 +396,30 @@ def chunked_statistics(
     temperature: float,
     entropy_gradient: bool,
     float32_head: bool = False,
-) -> TokenStatistics:
+    compare: Compare | None = None,
+) -> Float[Tensor, "J N"]:
     """Compute the `token_statistics` of `head(hidden)`, with logits of a few tokens at a time in both passes.
 
     A linear head has a backward pass of its own; any other (one with an adapter) is called again, chunk by chunk.
-    `plain` is the head's own forward. `float32_head` computes logits in float32 in a bfloat16 run too.
+    `plain` is the head's own forward. `float32_head` computes logits in float32 in a bfloat16 run too. With `compare`,
+    its rows follow the three of the statistics, and any head is called again.
     """
-    if type(head) is nn.Linear:
+    if type(head) is nn.Linear and compare is None:
         return _linear_statistics(head, hidden, ids, temperature, entropy_gradient, float32_head)
     plain = in_float32(plain) if float32_head else plain
     size = chunk_rows(_vocabulary_size(head), hidden.device)
 
-    def chunk_statistics(states: Tensor, tokens: Tensor) -> Tensor:
-        return token_statistics(plain(states), tokens, temperature, entropy_gradient=entropy_gradient)
+    def chunk_statistics(states: Tensor, tokens: Tensor, start: int) -> Tensor:
+        logits = plain(states)
+        statistics = token_statistics(logits, tokens, temperature, entropy_gradient=entropy_gradient)
+        if compare is None:
+            return statistics
+        log_pi = (at_least_float32(logits) / temperature).log_softmax(dim=-1)
+        return torch.cat([statistics, compare(log_pi, slice(start, start + len(states)))])
 
     chunks = [
-        cast(Tensor, checkpoint(chunk_statistics, states, tokens, use_reentrant=False, preserve_rng_state=False))
-        for states, tokens in zip(hidden.split(size), ids.split(size), strict=True)
+        cast(Tensor, checkpoint(chunk_statistics, states, tokens, start, use_reentrant=False, preserve_rng_state=False))
+        for states, tokens, start in zip(hidden.split(size), ids.split(size), range(0, len(ids), size), strict=False)
     ]
     return torch.cat(chunks, dim=1)
 

@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rlhf.algo.divergence import TeacherTokens
 from rlhf.algo.kl import kl_of_distributions
 from rlhf.batching import on_host, place_live, select_live
 from rlhf.config.sections import LogProbs, Packing
@@ -29,6 +31,7 @@ from rlhf.models.kernels.packing import (
 )
 from rlhf.models.logprobs import (
     MAX_CHUNK_LOGITS,
+    Compare,
     FastWays,
     Sequences,
     TokenOutputs,
@@ -47,9 +50,24 @@ from rlhf.models.logprobs import (
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values
 from rlhf.objective import Outputs
 from rlhf.runtime.engine import Engine
+from rlhf.teachers.teacher import TeacherSource
 from rlhf.types import Completions, Demonstrations
 
 TokenNumbers = tuple[Tensor, Tensor, Tensor]  # per token [M]: log-prob under policy and reference, and the KL
+
+
+@runtime_checkable
+class ReadsTeacher(Protocol):
+    """The part of a loss that compares distributions with a teacher's."""
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Return whether it does."""
+        ...
+
+    def against_teacher(self, log_pi: Tensor, teacher: TeacherTokens) -> Tensor:
+        """Compute K numbers of each token."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -133,7 +151,9 @@ class Comparison:
         return vocabulary_size(self.policy)
 
 
-def predictor_hidden_states(model: CausalLM, batch: Completions, packing: Packing) -> Float[Tensor, "M D"]:
+def predictor_hidden_states(
+    model: CausalLM, batch: Completions | Demonstrations, packing: Packing
+) -> Float[Tensor, "M D"]:
     """Compute the hidden states from which the LM head predicts live completion tokens, in the mask's order."""
     body, mask, length = body_of(model), batch.completion_mask, batch.completion_ids.shape[1]
     fields = batch.prompt_ids, batch.prompt_mask, batch.completion_ids, mask
@@ -182,6 +202,8 @@ class Models:
     adapter_off_is_reference: bool = False
     critic: ScalarHeadModel | None = None
     shared_head: SharedValueHead | None = None
+    teacher: TeacherSource | None = None  # whose distributions the loss is compared with
+    reference_is_teacher: bool = False
     entropy_gradient: bool = False
     log_probs: LogProbs = "auto"
     packing: Packing = "auto"
@@ -216,10 +238,15 @@ class Models:
         fast_ways.with_varlen(bodies, self.dtype, self.device)
         return fast_ways.under_zero(self.engine.sharding.stage)
 
-    def outputs(self, batch: Completions) -> Outputs:
+    def outputs(self, batch: Completions, *, compare: Compare | None = None) -> Outputs:
         """Compute log-probabilities, entropy and values of the trained models, with gradients."""
-        tokens = self._tokens(self.policy, batch, with_hidden=self.shared_head is not None)
-        return Outputs(logprobs=tokens.logprobs, entropy=tokens.entropy, values=self._values(batch, tokens.hidden))
+        tokens = self._tokens(self.policy, batch, with_hidden=self.shared_head is not None, compare=compare)
+        return Outputs(
+            logprobs=tokens.logprobs,
+            entropy=tokens.entropy,
+            values=self._values(batch, tokens.hidden),
+            teacher=tokens.compared,
+        )
 
     def values(self, batch: Completions) -> Float[Tensor, "B T"]:
         """Compute the critic's values alone; zeros without a critic.
@@ -231,9 +258,27 @@ class Models:
             raise RuntimeError("a shared critic has no pass of its own")
         return self._values(batch, None)
 
-    def policy_tokens(self, batch: Completions | Demonstrations, *, temperature: float | None = None) -> TokenOutputs:
+    def policy_tokens(
+        self,
+        batch: Completions | Demonstrations,
+        *,
+        temperature: float | None = None,
+        compare: Compare | None = None,
+    ) -> TokenOutputs:
         """Compute log-probabilities and entropy under the policy, at `temperature` (None: the run's)."""
-        return self._tokens(self.policy, batch, temperature=temperature)
+        return self._tokens(self.policy, batch, temperature=temperature, compare=compare)
+
+    def comparison(self, loss: ReadsTeacher, batch: Completions | Demonstrations) -> Compare | None:
+        """Let the teacher read the batch, and return the loss's comparison with it; None if the loss reads no teacher.
+
+        Raises:
+            RewardError: the teacher does not answer.
+        """
+        if not loss.reads_teacher:
+            return None
+        assert self.teacher is not None, "the configuration has a teacher for such a loss"
+        targets = self.teacher(batch)
+        return lambda log_pi, tokens: loss.against_teacher(log_pi, targets.part(tokens))
 
     def reference_logprobs(self, batch: Completions | Demonstrations) -> Float[Tensor, "B T"]:
         """Compute log pi_ref of the completion tokens.
@@ -304,6 +349,7 @@ class Models:
         *,
         with_hidden: bool = False,
         temperature: float | None = None,
+        compare: Compare | None = None,
     ) -> TokenOutputs:
         with self.autocast():
             return completion_outputs(
@@ -318,6 +364,7 @@ class Models:
                 log_probs=self.log_probs,
                 packing=self.packing,
                 float32_head=self.float32_head and self.dtype == "bfloat16",
+                compare=compare,
             )
 
 

@@ -69,6 +69,9 @@ class Source(Choice):
     asks_on_main_rank: ClassVar[bool] = True
     """Rank 0 alone asks for the scores of the whole batch. False: what `build` returns divides the work itself."""
 
+    is_constant: ClassVar[bool] = False
+    """Whether every completion has the same score, so that nothing can be learned from it."""
+
     @property
     @abstractmethod
     def is_learned(self) -> bool:

@@ -104,6 +104,23 @@ reward/kl_penalty     | score    | mean over completions of the summed KL penalt
     chart/kl: 3 KL penalty in the rewards
 kl/reference          | nats     | KL(policy || reference) per sequence, k1 summed over tokens, mean over completions
     label: kl; chart/kl: 1 KL to the reference; progress/online: 2
+kl/teacher            | nats     | KL(policy || teacher) per token; of a teacher that lists tokens a lower bound
+    better: lower; held_out: eval/kl_teacher; chart/kl: 6 KL to the teacher, per token; progress/sft: 7;
+    progress/online: 7
+kl/teacher_sequence   | nats     | KL(policy || teacher) per sequence: the same, summed over tokens
+    better: lower; chart/kl: 7 KL to the teacher, per sequence
+eval/kl_teacher       | nats     | kl/teacher on held-out demonstrations (distill_sft)
+    better: lower
+teacher/agreement     | share    | tokens at which policy and teacher have the same likeliest token
+    better: higher; held_out: eval/teacher_agreement; chart/kl: 8 Agreement with the teacher's likeliest token
+eval/teacher_agreement| share    | teacher/agreement on held-out demonstrations (distill_sft)
+    better: higher
+teacher/tail          | share    | the teacher's probability of the tail, all tokens that are not compared one by one
+    chart/kl: 9 Probability of the tail
+teacher/policy_tail   | share    | the policy's probability of the tail
+    chart/kl: 9
+teacher/tail_error    | nats     | what the tail takes from the divergence, per token; a bound if tokens are listed
+    better: lower; chart/kl: 10 Error of the tail
 kl/coef               | score/nat| coefficient of the KL penalty during the step
     label: kl coef; curve: exact; chart/kl: 2 KL coefficient; progress/online: 3
 kl/penalty_coef       | 1/nat    | coefficient of KL(old || new) during the step (ppo_penalty)

@@ -56,6 +56,10 @@ MAY_CHANGE = (
     ),
     "reward.watch*",
     *(
+        f"teacher.{setting}"
+        for setting in ("url", "timeout_s", "retries", "concurrency", "token_env", "dtype", "trust_remote_code")
+    ),
+    *(
         f"{source}.*{setting}"
         for source in ("reward", "eval.source")
         for setting in ("micro_batch_size", "dtype", "timeout_s", "retries", "_env", "concurrency", "cache_dir")

@@ -16,7 +16,7 @@ from rlhf.algo.kl import Coefs
 from rlhf.algo.masked import Mean
 from rlhf.algo.policy_loss import importance_ratio, kl_old_new, loss_weights, token_weights
 from rlhf.algorithms.offline_loss import PairLoss
-from rlhf.algorithms.sft import Sft
+from rlhf.algorithms.sft import DemonstratedLoss
 from rlhf.batching import Number
 from rlhf.models.policy_models import Models
 from rlhf.objective import Objective
@@ -62,13 +62,15 @@ class OnlineLoss:
         """Compute the loss terms, summed over a micro-batch, and their metrics."""
         micro = micro.to(self.models.device)
         if self.models.critic is None:
-            outputs = self.models.outputs(micro)
+            outputs = self.models.outputs(micro, compare=self.models.comparison(self.objective.policy_loss, micro))
             micro, distances = self._with_old_logprobs(micro, outputs.logprobs)
             terms, metrics = self.objective.loss(micro, outputs, self.coefs)
         else:
-            tokens = self.models.policy_tokens(micro)
+            tokens = self.models.policy_tokens(micro, compare=self.models.comparison(self.objective.policy_loss, micro))
             micro, distances = self._with_old_logprobs(micro, tokens.logprobs)
-            terms, metrics = self.objective.policy_term(micro, tokens.logprobs, tokens.entropy, self.coefs)
+            terms, metrics = self.objective.policy_term(
+                micro, tokens.logprobs, tokens.entropy, self.coefs, tokens.compared
+            )
         return terms, metrics | distances
 
     def _with_old_logprobs(
@@ -155,12 +157,12 @@ def _larger(first: Number, second: Number) -> Number:
 
 
 class DemonstrationLoss:
-    """Negative log-likelihood of demonstrations; a rlhf.training.step.Loss over Demonstrations.
+    """A loss per token of demonstrations, of SFT their likelihood; a rlhf.training.step.Loss over Demonstrations.
 
     Computed at temperature 1 whatever the run samples at: demonstrations are not drawn from the policy.
     """
 
-    def __init__(self, models: Models, loss: Sft, *, coef: float = 1.0, name: str = "sft") -> None:
+    def __init__(self, models: Models, loss: DemonstratedLoss, *, coef: float = 1.0, name: str = "sft") -> None:
         """Set the loss per token, the weight, and the name: sft, or ptx where mixed into an online update."""
         self.models = models
         self.loss = loss
@@ -176,9 +178,10 @@ class DemonstrationLoss:
     def terms(self, micro: Demonstrations) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Compute the loss, summed over a micro-batch, and its metrics."""
         micro = micro.to(self.models.device)
-        tokens = self.models.policy_tokens(micro, temperature=1.0)
+        compare = self.models.comparison(self.loss, micro)
+        tokens = self.models.policy_tokens(micro, temperature=1.0, compare=compare)
         weights = loss_weights(micro.loss_mask, self.loss.aggregate, max_tokens=micro.loss_mask.shape[1])
-        per_token = self.loss.per_token(tokens.logprobs)
+        per_token = self.loss.per_token(tokens.logprobs, tokens.compared)
         total = (torch.where(micro.loss_mask, per_token, 0.0) * weights).sum()
         lengths = micro.loss_mask.sum(dim=1).clamp(min=1)
         self.row_values = {
@@ -188,4 +191,6 @@ class DemonstrationLoss:
         metrics = {f"loss/{self.name}": Mean.of(per_token, micro.loss_mask)}
         if self.name == "sft":
             metrics["loss/accuracy"] = Mean.of(tokens.first_choice, micro.loss_mask)
+        if tokens.compared is not None:
+            metrics |= self.loss.measure(tokens.compared, micro.loss_mask)
         return {self.name: self.coef * total}, metrics

@@ -213,6 +213,9 @@ def logprob_metrics(experience: Experience, models: Models) -> dict[str, Mean]:
     if models.has_reference:
         sequence_kl = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1").sum(dim=1)
         metrics["kl/reference"] = Mean.of(sequence_kl, ~experience.hinted)
+    if models.reference_is_teacher and models.teacher is None:
+        metrics["kl/teacher"] = Mean.of(kl_estimate(experience.logprobs, experience.ref_logprobs, "k1"), mask)
+        metrics["kl/teacher_sequence"] = metrics["kl/reference"]
     return metrics
 
 

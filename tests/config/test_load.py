@@ -69,6 +69,8 @@ def test_there_are_shipped_files() -> None:
 def test_every_preset_is_coherent_and_dumps_to_itself(name: str) -> None:
     batch = {"epochs": 1} if name in ("a2c", "reinforce", "remax") else {}
     tree = merge(base(preset=name), {"batch": batch, "sampling": {"completions_per_prompt": 12}})
+    if name in ("distill", "opd", "minillm", "distill_sft"):
+        tree = {**tree, "teacher": {"model": "t"}, "batch": {"epochs": 1}}
     config = train_config(tree)
     assert config.algorithm.preset == name
     assert train_config(dump(config)) == config
@@ -170,7 +172,7 @@ def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
         ("algorithm.preset=grpoo", "'grpoo' is not one of"),
         (
             "reward.source.type=modle",
-            "reward.source.type: 'modle' is not one of ensemble, function, model, openai, remote, rules; "
+            "reward.source.type: 'modle' is not one of ensemble, function, model, openai, remote, rules, zero; "
             "did you mean model?",
         ),
         (

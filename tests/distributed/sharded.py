@@ -41,7 +41,7 @@ def case(name: str, folder: Path) -> Tree:
     model = folder / "model"
     if not model.is_dir():
         make_model(model)
-    kinds = {"sft": _sft, "sft_mixed": _sft_mixed, "rm": _rm, "dpo": _dpo, "kto": _kto}
+    kinds = {"sft": _sft, "sft_mixed": _sft_mixed, "rm": _rm, "dpo": _dpo, "kto": _kto, "distill_sft": _distill_sft}
     return kinds.get(name, _online)(name, folder)
 
 
@@ -70,10 +70,22 @@ def _variants(folder: Path) -> dict[str, Tree]:
         "ppo_ptx": {"algorithm": {"ptx_coef": 0.5}, "data": {"sft": {"path": str(_sft_file(folder))}}},
         "ppo_rm": {"reward": {"source": _reward_model(folder)}},
         "remax": {"algorithm": {"preset": "remax"}, "batch": {"epochs": 1, "minibatches": 1}},
+        "distill": {"algorithm": {"preset": "distill", "policy_loss": {"divergence": "jsd"}}, **_teacher(folder)},
+        "opd": {"algorithm": {"preset": "opd"}, "batch": {"epochs": 1, "minibatches": 1}, **_teacher(folder)},
         "online_dpo": {"algorithm": {"preset": "online_dpo"}, **groups},
         "rejection_sampling": {"algorithm": {"preset": "rejection_sampling"}, **groups},
         "dapo": {"algorithm": {"preset": "dapo", "refill_rounds": 2}, **groups},
     }
+
+
+def _teacher(folder: Path) -> Tree:
+    if not (folder / "teacher").is_dir():
+        make_model(folder / "teacher", seed=3)
+    return {"teacher": {"model": str(folder / "teacher")}}
+
+
+def _distill_sft(_: str, folder: Path) -> Tree:
+    return {**_sft("sft", folder), "algorithm": {"preset": "distill_sft"}, **_teacher(folder)}
 
 
 def _reward_model(folder: Path) -> Tree:

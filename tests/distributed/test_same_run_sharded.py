@@ -27,6 +27,7 @@ VARIANTS = (
     "kto",
     "online_dpo",
     "rejection_sampling",
+    "opd",
 )
 
 
@@ -69,6 +70,13 @@ def compared_metrics(one: list[dict[str, float]], other: list[dict[str, float]],
 def test_the_table(tmp_path: Path, mode: str, processes: int) -> None:
     needs(mode)
     same_as_one_process(tmp_path, TRAINERS, mode, processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2"])
+def test_distillation(tmp_path: Path, mode: str) -> None:
+    needs(mode)
+    same_as_one_process(tmp_path, ("distill", "distill_sft"), mode, 2)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 BILLIONS, MILLIONS, TINY, UNKNOWN = Facts(7e9), Facts(1.35e8), Facts(5e5), Facts()
 FUNCTION = ["reward.source={type: function, target: 'a:b'}", "critic.init=policy"]
+DISTILL = "configs/distill.yaml"
 PPO, DPO, SFT, RM = "configs/ppo.yaml", "configs/dpo.yaml", "configs/sft.yaml", "configs/reward_model.yaml"
 PROMPTS = ["data.eval_prompts.path=held_out.jsonl"]
 BEST = ["checkpoint.best={}"]
@@ -76,6 +77,12 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
      ["algorithm.kl.estimator=k3", "algorithm.kl.placement=loss"], UNKNOWN),
     ("adaptive-kl-from-zero", PPO, ["algorithm.kl.coef=0"], ["algorithm.kl={coef: 0, controller: {type: fixed}}"],
      UNKNOWN),
+    ("teacher-is-start", DISTILL, ["teacher.model=runs/student"], ["teacher.model=runs/other"], UNKNOWN),
+    ("teacher-is-start", DISTILL, ["algorithm.preset=opd", "teacher.model=runs/student"],
+     ["algorithm.preset=opd", "teacher.model=runs/student", "reward.source={type: function, target: 'a:b'}"], UNKNOWN),
+    ("teacher-template", DISTILL, ["data.chat_template=none"], ["data.chat_template=auto"], UNKNOWN),
+    ("top-k-reverse-without-tail", DISTILL, ["algorithm.policy_loss={top_k: 8, tail: false}"],
+     ["algorithm.policy_loss={top_k: 8, tail: false, divergence: forward}"], UNKNOWN),
     ("adaptive-kl-target", PPO, ["algorithm.kl.controller.target=0.1"], ["algorithm.kl.controller.target=1"], UNKNOWN),
     ("adaptive-kl-horizon", PPO, ["algorithm.kl.controller.horizon=25"],
      ["algorithm.kl.controller.horizon=26"], UNKNOWN),

@@ -35,6 +35,8 @@ PART_OF_THE_RUN = (
     "reward.source*",
     "reward.shaping*",
     "reference*",
+    "teacher",
+    *(f"teacher.{name}" for name in ("type", "model", "tokenizer", "path", "top_k")),
     "algorithm*",
     "loss*",
     "ensemble*",

@@ -1,0 +1,472 @@
+"""Runs that learn from a teacher: a model, a server, a file; the same whatever the passes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from runs import (
+    largest_difference,
+    make_model,
+    offline,
+    offline_tree,
+    online,
+    ppo_tree,
+    trained,
+    trained_offline,
+    weights,
+    write_rows,
+    written,
+)
+from tiny_models import ragged, tiny
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf.algo.divergence import TeacherTokens
+from rlhf.algorithms.distill import DistillLoss
+from rlhf.cli import main
+from rlhf.config.files import merge
+from rlhf.config.load import train_config
+from rlhf.config.sections import LoraConfig
+from rlhf.errors import CheckpointError, ConfigError, DataError, RewardError
+from rlhf.guard.lint import lint
+from rlhf.models.backbone import add_lora
+from rlhf.models.policy_models import Models
+from rlhf.models.teacher import LocalTeacher
+from rlhf.teachers.listed import ListedTokens
+from rlhf.teachers.teacher import Teacher, TeacherContext
+from rlhf.tracking.trackers import read_jsonl
+
+CPU = torch.device("cpu")
+ONE = {"epochs": 1, "minibatches": 1}
+
+
+def with_teacher(folder: Path, preset: str = "distill", **changes: Any) -> dict[str, Any]:
+    """A small online run with a teacher of other weights."""
+    if not (folder / "teacher").is_dir():
+        make_model(folder / "teacher", seed=3)
+    tree = ppo_tree(folder, batch=ONE, teacher={"model": str(folder / "teacher")}, policy={"lr": 3e-2})
+    tree.pop("critic")
+    tree["algorithm"] = {"preset": preset}
+    return merge(tree, changes)
+
+
+def sft_with_teacher(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A small offline run with a teacher of other weights."""
+    if not (folder / "teacher").is_dir():
+        make_model(folder / "teacher", seed=3)
+    tree = offline_tree(folder, "distill_sft", policy={"lr": 3e-2})
+    rows = write_rows(folder / "sft.jsonl", [{"prompt": p, "completion": c} for p, c in written(5, 40)])
+    tree["data"] = {"sft": {"path": str(rows)}, "eval_sft": {"path": str(rows), "limit": 8}}
+    tree["teacher"] = {"model": str(folder / "teacher")}
+    del tree["eval"]["source"]
+    return merge(tree, changes)
+
+
+def column(tree: dict[str, Any], name: str) -> list[float]:
+    rows = read_jsonl(Path(tree["run"]["out_dir"]) / "metrics.jsonl")
+    return [row[name] for row in rows if name in row]
+
+
+# The passes
+
+
+def student_gradient(
+    family: str, loss: DistillLoss, *, log_probs: str, packing: str, lora: bool = False
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """The columns of a batch, the gradient of their divergence, and log-probabilities."""
+    policy = tiny(family)
+    teacher = tiny(family, num_hidden_layers=1) if family != "gpt2" else tiny(family, n_layer=1)
+    if lora:
+        policy = add_lora(policy, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    settings: dict[str, Any] = {"log_probs": log_probs, "packing": packing}
+    answers = LocalTeacher(model=teacher, dtype="float64", device=CPU, temperature=0.7, **settings)
+    models = Models(policy=policy, temperature=0.7, dtype="float64", device=CPU, teacher=answers, **settings)
+    batch = ragged()
+    outputs = models.outputs(batch, compare=models.comparison(loss, batch))
+    assert outputs.teacher is not None
+    outputs.teacher[0].sum().backward()
+    gradient = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    return outputs.teacher.detach(), gradient, outputs.logprobs.detach()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"divergence": "reverse"},
+        {"divergence": "forward", "top_k": 3},
+        {"divergence": "jsd", "beta": 0.2},
+        {"divergence": "jsd", "top_k": 5, "tail": False},
+    ],
+)
+def test_every_way_gives_the_same_divergence_and_gradient(
+    family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf.models.logprobs.CHUNK_TOKENS", {"cpu": 3})  # several chunks, the last of another size
+    loss = DistillLoss(**settings)
+    columns, gradient, logprobs = student_gradient(family, loss, log_probs="naive", packing="off")
+    assert columns[0].abs().max() > 0.01
+    for packing in ("off", "auto"):
+        others = student_gradient(family, loss, log_probs="auto", packing=packing)
+        torch.testing.assert_close(others[0], columns, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(others[2], logprobs, rtol=1e-12, atol=1e-12)
+        assert gradient.keys() == others[1].keys()
+        for name, slope in gradient.items():
+            torch.testing.assert_close(others[1][name], slope, rtol=1e-11, atol=1e-12)
+
+
+def test_a_head_with_an_adapter_is_compared_too() -> None:
+    loss = DistillLoss()
+    naive = student_gradient("llama", loss, log_probs="naive", packing="off", lora=True)
+    chunked = student_gradient("llama", loss, log_probs="chunked", packing="auto", lora=True)
+    torch.testing.assert_close(chunked[0], naive[0], rtol=1e-12, atol=1e-12)
+    assert naive[1].keys() == chunked[1].keys()
+    for name, slope in naive[1].items():
+        torch.testing.assert_close(chunked[1][name], slope, rtol=1e-10, atol=1e-12)
+
+
+def test_the_temperature_divides_the_teachers_logits_too() -> None:
+    model = tiny()
+    teacher = LocalTeacher(model=model, dtype="float64", device=CPU, temperature=0.7)
+    models = Models(policy=tiny(), temperature=0.7, dtype="float64", device=CPU, teacher=teacher)
+    batch = ragged()
+    columns = models.outputs(batch, compare=models.comparison(DistillLoss(), batch)).teacher
+    assert columns is not None
+    torch.testing.assert_close(columns[0], torch.zeros_like(columns[0]), rtol=0, atol=1e-12)  # the same model
+    assert columns[2][batch.completion_mask].all()  # which agrees with itself
+
+
+# Runs
+
+
+@pytest.mark.parametrize("preset", ["distill", "opd", "minillm"])
+def test_the_kl_to_the_teacher_falls(tmp_path: Path, preset: str) -> None:
+    tree = with_teacher(tmp_path, preset, schedule={"steps": 12}, batch={"prompts_per_step": 48})
+    tree.pop("reward")  # the preset's reward is 0
+    trained(tree, "eval.every=0")
+    kl = column(tree, "kl/teacher")
+    assert sum(kl[-3:]) < 0.6 * sum(kl[:3])
+    assert column(tree, "kl/teacher_sequence")[0] > kl[0]
+    assert set(column(tree, "score/mean")) == {0.0}
+    if preset == "distill":
+        agreement = column(tree, "teacher/agreement")
+        assert sum(agreement[-3:]) > sum(agreement[:3])
+
+
+def test_a_reward_beside_the_teacher_moves_the_policy(tmp_path: Path) -> None:
+    tree = with_teacher(tmp_path, "minillm", schedule={"steps": 2})
+    both = weights(trained(tree).models.policy)
+    shutil.rmtree(tmp_path / "run")
+    tree.pop("reward")
+    alone = weights(trained(tree, "eval.every=0").models.policy)
+    assert largest_difference(both, alone) > 1e-4
+
+
+def test_the_micro_batch_size_does_not_change_a_step(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", dtype=torch.float64)
+    exact = {"policy": {"dtype": "float64", "optimizer": "sgd"}, "schedule": {"steps": 2}, "batch": {"minibatches": 3}}
+    after = []
+    for size in (64, 3, 1):
+        tree = with_teacher(tmp_path, "distill", **merge(exact, {"batch": {"micro_batch_size": size}}))
+        after.append(weights(trained(tree, "algorithm.policy_loss.divergence=forward").models.policy))
+        shutil.rmtree(tmp_path / "run")
+    assert largest_difference(after[0], after[1]) < 1e-12
+    assert largest_difference(after[0], after[2]) < 1e-12
+
+
+@pytest.mark.parametrize("preset", ["distill", "opd"])
+def test_a_resumed_run_is_the_uninterrupted_run_bitwise(tmp_path: Path, preset: str) -> None:
+    tree = with_teacher(tmp_path, preset)
+    files = lambda: [(tmp_path / "run" / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")]  # noqa: E731
+    whole, expected = trained(tree), files()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    resumed = trained(tree)
+    assert resumed.session.resumed
+    assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
+    assert files() == expected
+
+
+def test_another_teacher_is_another_run(tmp_path: Path) -> None:
+    tree = with_teacher(tmp_path)
+    trained(tree, "schedule.steps=2")
+    shutil.rmtree(tmp_path / "teacher")
+    make_model(tmp_path / "teacher", seed=4)
+    with pytest.raises(CheckpointError, match=r"teacher\.model"):
+        trained(tree)
+
+
+def test_the_teacher_has_its_own_dtype(tmp_path: Path) -> None:
+    run = online(with_teacher(tmp_path, teacher={"dtype": "float64"}))
+    assert isinstance(run.models.teacher, LocalTeacher)
+    assert next(run.models.teacher.model.parameters()).dtype == torch.float64
+    assert next(run.models.policy.parameters()).dtype == torch.float32
+    assert not any(p.requires_grad for p in run.models.teacher.model.parameters())
+
+
+def test_offline_distillation_and_its_held_out_kl(tmp_path: Path) -> None:
+    tree = sft_with_teacher(tmp_path, schedule={"steps": 10})
+    trained_offline(tree)
+    kl = column(tree, "kl/teacher")
+    assert kl[-1] < 0.5 * kl[0]
+    held_out = column(tree, "eval/kl_teacher")
+    assert held_out[-1] < 0.5 * held_out[0]
+
+
+# Stored log-probabilities
+
+
+def stored(tree: dict[str, Any], out: Path, *words: str) -> dict[str, Any]:
+    """The file of `rlhf teach`, and the tree that trains on it."""
+    config = out.with_suffix(".yaml")
+    config.write_text(json.dumps(tree))
+    assert main(["teach", str(config), "--out", str(out), *words]) == 0
+    return {**tree, "teacher": {"type": "stored", "path": str(out)}}
+
+
+def test_all_stored_tokens_are_the_model_itself(tmp_path: Path) -> None:
+    tree = sft_with_teacher(tmp_path, schedule={"steps": 3})
+    by_model = weights(trained_offline(tree).trained.module)
+    shutil.rmtree(tmp_path / "run")
+    by_file = weights(trained_offline(stored(tree, tmp_path / "all.safetensors", "--top-k", "10")).trained.module)
+    assert largest_difference(by_model, by_file) < 1e-4  # of steps of 3e-2
+
+
+def test_the_top_k_of_a_file_is_the_top_k_of_the_model(tmp_path: Path) -> None:
+    tree = sft_with_teacher(tmp_path, schedule={"steps": 3})
+    tree["algorithm"] = {"preset": "distill_sft", "loss": {"divergence": "forward", "top_k": 4}}
+    by_model = weights(trained_offline(tree).trained.module)
+    error = column(tree, "teacher/tail_error")
+    shutil.rmtree(tmp_path / "run")
+    top = stored(tree, tmp_path / "top.safetensors", "--top-k", "4")
+    by_file = weights(trained_offline(top).trained.module)
+    assert largest_difference(by_model, by_file) < 1e-4
+    bound = column(tree, "teacher/tail_error")
+    assert all(b >= e - 1e-6 for b, e in zip(bound, error, strict=True))
+    assert min(bound) > 0
+
+
+def test_a_file_of_other_data_or_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    tree = sft_with_teacher(tmp_path)
+    top = stored(tree, tmp_path / "top.safetensors", "--top-k", "3")
+    write_rows(tmp_path / "sft.jsonl", [{"prompt": "red one", "completion": " bad good"}] * 20)
+    with pytest.raises(DataError, match="rlhf teach"):
+        trained_offline(top)
+    with pytest.raises(ConfigError, match="no file"):
+        offline(merge(top, {"teacher": {"path": str(tmp_path / "none")}, "run": {"out_dir": str(tmp_path / "b")}}))
+    rename_word(tmp_path / "model", "two", "three")
+    with pytest.raises(ConfigError, match="vocabulary"):
+        offline(merge(top, {"run": {"out_dir": str(tmp_path / "c")}}))
+
+
+# A server
+
+
+class TeacherServer:
+    """vLLM's route for the log-probabilities of a prompt, answered by a model in this process."""
+
+    def __init__(self, folder: Path, *, wrong_text: bool = False) -> None:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        outer = self
+        self.asked: list[dict[str, Any]] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.asked.append(body)
+                with torch.no_grad():
+                    logs = model(torch.tensor([body["prompt"]])).logits[0].log_softmax(-1)
+                entries: list[Any] = [None]
+                for place, given in enumerate(body["prompt"][1:]):
+                    ids = [*logs[place].topk(body["prompt_logprobs"]).indices.tolist(), given]
+                    entries.append(
+                        {
+                            str(i): {
+                                "logprob": float(logs[place, i]),
+                                "rank": n + 1,
+                                "decoded_token": "nonsense" if wrong_text else tokenizer.decode([i]),
+                            }
+                            for n, i in enumerate(dict.fromkeys(ids))
+                        }
+                    )
+                answer = json.dumps({"choices": [{"text": "", "prompt_logprobs": entries}]}).encode()
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01})
+        self.thread.start()
+
+
+@contextmanager
+def teacher_server(folder: Path, **how: Any) -> Iterator[TeacherServer]:
+    server = TeacherServer(folder, **how)
+    try:
+        yield server
+    finally:
+        server.http.shutdown()
+        server.thread.join()
+        server.http.server_close()
+
+
+def test_a_server_is_the_top_k_of_the_model(tmp_path: Path) -> None:
+    tree = with_teacher(tmp_path, schedule={"steps": 2}, algorithm={"policy_loss": {"top_k": 4}})
+    by_model = weights(trained(tree, "eval.every=0").models.policy)
+    shutil.rmtree(tmp_path / "run")
+    with teacher_server(tmp_path / "teacher") as server:
+        tree["teacher"] = {"type": "server", "url": server.url, "model": "teacher", "top_k": 4, "retries": 0}
+        by_server = weights(trained(tree, "eval.every=0").models.policy)
+        assert server.asked[0]["prompt_logprobs"] == 4
+    assert largest_difference(by_model, by_server) < 1e-4  # of steps of 3e-2
+    assert column(tree, "teacher/tail")[0] > 0
+
+
+def test_a_server_whose_ids_mean_other_texts_is_refused(tmp_path: Path) -> None:
+    tree = with_teacher(tmp_path)
+    with teacher_server(tmp_path / "teacher", wrong_text=True) as server:
+        tree["teacher"] = {"type": "server", "url": server.url, "model": "teacher", "top_k": 2, "retries": 0}
+        run = online(tree, "eval.every=0")
+        assert run.models.teacher is not None
+        with pytest.raises(RewardError, match="another vocabulary"):
+            run.models.teacher(run.sampler.sample(run.prompts(1), key=1, group_size=1))
+
+
+def test_listed_tokens_keep_the_order_of_the_rows() -> None:
+    ids = torch.arange(6).view(3, 2)
+    rows = ListedTokens(ids, torch.tensor([[0.5, 0.25]] * 3).log())
+    part = rows.part(slice(1, 3))
+    assert part.ids is not None
+    assert part.ids.tolist() == [[2, 3], [4, 5]]
+    assert part.rest is not None
+    torch.testing.assert_close(part.rest.exp(), torch.tensor([0.25, 0.25]))
+
+
+# A teacher of the user's
+
+
+class UniformTeacher(Teacher):
+    """Says that every token is as likely as any other."""
+
+    type: Literal["uniform"] = "uniform"
+    vocabulary: int
+
+    def build(self, context: TeacherContext) -> UniformTeacher:
+        """Return itself: it has nothing to load."""
+        return self
+
+    @property
+    def parameters(self) -> int:
+        """Return 0."""
+        return 0
+
+    def __call__(self, batch: Any) -> UniformTeacher:
+        """Read nothing."""
+        return self
+
+    def part(self, tokens: slice) -> TeacherTokens:
+        """Return the same for every token."""
+        count, size = tokens.stop - tokens.start, self.vocabulary
+        return TeacherTokens(logprobs=torch.full((count, size), -math.log(size)))
+
+
+def test_a_teacher_of_the_users_own_is_a_teacher_everywhere(tmp_path: Path) -> None:
+    tree = with_teacher(tmp_path, schedule={"steps": 8}, policy={"lr": 0.1})
+    tree["teacher"] = {"type": "uniform", "vocabulary": 10}
+    trained(tree, "eval.every=0")
+    kl, entropy = column(tree, "kl/teacher"), column(tree, "policy/entropy")
+    for divergence, nats in zip(kl, entropy, strict=True):
+        assert divergence == pytest.approx(math.log(10) - nats, abs=1e-5)  # KL(π ‖ uniform) = log V - H(π)
+    assert kl[-1] < 0.5 * kl[0]
+
+
+# What is refused
+
+
+def rename_word(folder: Path, old: str, new: str) -> None:
+    """Give a tokenizer another word at an id."""
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace(f'"{old}"', f'"{new}"'))
+
+
+def test_another_vocabulary_is_refused_with_the_first_id(tmp_path: Path) -> None:
+    for preset in ("distill", "opd"):
+        tree = with_teacher(tmp_path, preset)
+        rename_word(tmp_path / "teacher", "red", "green")
+        with pytest.raises(ConfigError, match="id 6 is 'red' for the policy and 'green' for the teacher"):
+            online(tree)
+
+
+def test_another_end_of_answers_is_refused(tmp_path: Path) -> None:
+    tree = with_teacher(tmp_path)
+    path = tmp_path / "teacher" / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [2, 5]}))
+    with pytest.raises(ConfigError, match=r"5 \('bad'\) ends one of the teacher"):
+        online(tree)
+
+
+def test_another_chat_template_is_refused_with_the_first_id(tmp_path: Path) -> None:
+    tree = with_teacher(tmp_path)
+    template = (
+        "{% for m in messages %}red {{ m.content }} <eos>{% endfor %}{% if add_generation_prompt %}red {% endif %}"
+    )
+    for name, text in (("model", template), ("teacher", template.replace("red", "blue"))):
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
+        tokenizer.chat_template = text
+        tokenizer.save_pretrained(tmp_path / name)
+    with pytest.raises(ConfigError, match="token 0 of a conversation is id 6 for the policy and id 7 for the teacher"):
+        online(tree)
+    with pytest.raises(ConfigError, match="this run has none"):
+        online(tree, "data.chat_template=none")
+
+
+REFUSED = {
+    "teacher is missing": ("distill", {"teacher": None}),
+    "reads none": ("grpo", {"sampling": {"completions_per_prompt": 2}}),
+    "given completions only": ("distill", {"teacher": {"type": "stored", "path": "x", "model": None}}),
+    "leave reference.model out": ("opd", {"reference": {"model": "gpt2"}}),
+    "does not give": ("opd", {"teacher": {"type": "server", "url": "http://x", "model": "m"}}),
+    "reads no reward": ("distill", {"algorithm": {"kl": {"placement": "reward", "coef": 0.1}}}),
+    "beta is the mixture of jsd": ("distill", {"algorithm": {"policy_loss": {"beta": 0.2}}}),
+    "whole LM heads": ("distill", {"sharding": {"mode": "zero3"}}),
+    "without a critic": ("distill", {"algorithm": {"advantage": {"type": "gae"}, "value_loss": {}}}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_go_together_is_refused(tmp_path: Path, message: str) -> None:
+    preset, changes = REFUSED[message]
+    tree = with_teacher(tmp_path, preset)
+    for section, value in changes.items():
+        tree[section] = value if section == "teacher" else merge(tree.get(section, {}), value)
+    if isinstance(tree["teacher"], dict) and tree["teacher"].get("model", "") is None:
+        del tree["teacher"]["model"]
+    with pytest.raises(ConfigError, match=message):
+        train_config(tree)
+
+
+def rules(tree: dict[str, Any]) -> set[str]:
+    return {violation.rule.name for violation in lint(train_config(tree))}
+
+
+def test_lint_names_a_teacher_that_teaches_nothing(tmp_path: Path) -> None:
+    assert not rules(with_teacher(tmp_path)) & {"teacher-is-start", "teacher-template", "top-k-reverse-without-tail"}
+    assert "teacher-is-start" in rules(with_teacher(tmp_path, teacher={"model": str(tmp_path / "model")}))
+    assert "teacher-template" in rules(with_teacher(tmp_path, data={"chat_template": "none"}))
+    without = {"policy_loss": {"top_k": 2, "tail": False}}
+    assert "top-k-reverse-without-tail" in rules(with_teacher(tmp_path, algorithm=without))
+    forward = {"policy_loss": {"top_k": 2, "tail": False, "divergence": "forward"}}
+    assert "top-k-reverse-without-tail" not in rules(with_teacher(tmp_path, algorithm=forward))
