@@ -333,7 +333,7 @@ class Ema:
     def update(self) -> None:
         """Update the average: shadow <- decay * shadow + (1 - decay) * live."""
         for name, parameter in self._live.items():
-            self.shadow[name].lerp_(self.engine.part(parameter), 1.0 - self.decay)
+            self.shadow[name].lerp_(self.engine.part(parameter).to(self.shadow[name].dtype), 1.0 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -358,7 +358,11 @@ class Ema:
             return self.engine.owned_weights(self.module, trained_only=True)
 
     def _parts(self) -> dict[str, Tensor]:
-        return {name: self.engine.part(p).clone() for name, p in self._live.items()}
+        """Return copies of the weights, in float32 also of those that are trained in 16 bits."""
+        parts = {name: self.engine.part(p) for name, p in self._live.items()}
+        return {
+            name: part.to(torch.promote_types(part.dtype, torch.float32), copy=True) for name, part in parts.items()
+        }
 
     @torch.no_grad()
     def _copy(self, source: dict[str, Tensor]) -> None:

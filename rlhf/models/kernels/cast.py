@@ -73,6 +73,8 @@ def cast_weight(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
     A weight that ZeRO-3 has gathered is cast each time, as is one that is stored in 16 bits and computes in more: to
     keep its copy would undo the sharding, or the saving.
     """
+    if isinstance(weight, QuantizedLinear):  # the layer stands for its weight, whose numbers nobody keeps
+        return weight.dense(dtype)
     if weight.dtype == dtype:
         return weight
     casts = _CASTS  # read once: a sampler in another thread may open and close the context meanwhile
