@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.sections import OnlineConfig, PolicyConfig, TrainConfig
 from rlhf.data.tokenizer import base_of_adapter, load_tokenizer, locate_model, shares_vocabulary
@@ -127,18 +127,18 @@ def adapter_off_is_reference(config: TrainConfig) -> bool:
     )
 
 
-def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> PreTrainedModel:
+def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> CausalLM:
     """Load the frozen reference, a model of its own."""
     path = model_folder(config.reference.model or config.policy.model)
     trust, weights = config.policy.trust_remote_code, reference_weights(config)
+    model: CausalLM
     if weights == "auto":
         model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=trust, engine=engine)
     else:
         location = locate_model(path)
         base = base_of_adapter(Path(location.name)) if location.is_adapter else path
-        model = bases_of(engine).load(base, weights, dtype=config.policy.dtype, trust_remote_code=trust)
-        if location.is_adapter:
-            model = load_adapter(model, Path(location.name), trainable=False)
+        shared = bases_of(engine).load(base, weights, dtype=config.policy.dtype, trust_remote_code=trust)
+        model = load_adapter(shared, Path(location.name), trainable=False) if location.is_adapter else shared
     check_vocabulary(model, tokenizer, path)
     return freeze(model)
 
