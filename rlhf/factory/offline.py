@@ -297,6 +297,7 @@ def _build(config: OfflineConfig, context: RunContext) -> OfflineRun:
         ema=ema,
         tokens=task.tokens,
         export=export_model,
+        seed=config.run.seed,
     )
 
 

@@ -27,6 +27,7 @@ from rlhf.factory.reward_card import CARD_PAIRS, PAIRS, RewardModelRun
 from rlhf.models.backbone import context_length, enable_gradient_checkpointing
 from rlhf.models.folders import MODEL, model_folder
 from rlhf.models.logprobs import FastWays, of_bodies
+from rlhf.models.lora import Dropout
 from rlhf.models.saving import save_scalar_head
 from rlhf.models.scalar_adapters import load_adapted, load_adapter_weights
 from rlhf.models.scalar_head import EnsembleHeadModel, ScalarHeadModel, as_ensemble, load_reward_heads, load_scalar_head
@@ -84,6 +85,7 @@ def _build(config: RewardModelConfig, context: RunContext) -> RewardModelRun:
         ema=None,
         tokens=count_tokens,
         export=lambda folder: export_scalar_head(model, tokenizer, folder, engine, origin, dtype, kind),
+        seed=config.run.seed,
     )
     first_pairs, splits_weights = partial(_first_pairs, stream), engine.splits_weights
     return RewardModelRun(run, config, model, tokenizer, first_pairs, eval_pairs, splits_weights)
@@ -167,6 +169,7 @@ def _build_model(config: RewardModelConfig, context: RunContext, tokenizer: PreT
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model.classifier)
     model.train()
+    Dropout(model)  # off until a step, also in the trials of the fast ways
     return model
 
 

@@ -28,7 +28,7 @@ from rlhf.data.tokenizer import (
 )
 from rlhf.errors import ModelError
 from rlhf.models.adapters import base_model, is_adapted
-from rlhf.models.lora import peft_settings, quiet_peft, train_saved_modules
+from rlhf.models.lora import Dropout, peft_settings, quiet_peft, train_saved_modules
 from rlhf.models.stored import make_dense, store_weights
 from rlhf.models.text_config import text_config
 from rlhf.models.weight_files import load_split, local_folder
@@ -111,11 +111,17 @@ def _no_dropout(config: HfConfig) -> None:
 
 
 def load_causal_lm(
-    path: str, *, dtype: str = "float32", trust_remote_code: bool = False, engine: Engine | None = None
+    path: str,
+    *,
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    engine: Engine | None = None,
+    as_published: bool = False,
 ) -> PreTrainedModel:
     """Load a causal LM from a folder, GGUF file or hub id; an adapter is merged into its base.
 
-    Where `engine` splits weights over the ranks, each loads its own part only (see rlhf.models.weight_files).
+    Where `engine` splits weights over the ranks, each loads its own part only (see rlhf.models.weight_files). With
+    `as_published` weights have the dtype of the files, for `store_weights`, so that float32 ones never exist.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -130,7 +136,7 @@ def load_causal_lm(
             model = AutoModelForCausalLM.from_pretrained(
                 location.name,
                 config=config,
-                dtype=weight_dtype(dtype),
+                dtype="auto" if as_published else weight_dtype(dtype),
                 trust_remote_code=trust_remote_code,
                 **_gguf_arguments(location),
             )
@@ -209,6 +215,7 @@ def prepare_policy(model: CausalLM, config: PolicyConfig, tokenizer: PreTrainedT
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     model.train()
+    Dropout(model)  # off until a step, also in the trials of the fast ways
     return model
 
 

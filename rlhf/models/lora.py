@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from rlhf.config.weights import LoraConfig
 from rlhf.errors import ConfigError
@@ -41,7 +43,7 @@ def peft_settings(model: nn.Module, config: LoraConfig, task: str | None) -> Any
         modules_to_save=config.modules_to_save or None,
         use_rslora=config.rslora,
         use_dora=config.dora,
-        task_type=task,  # type: ignore[arg-type]  # its name will do
+        task_type=task,
     )
 
 
@@ -90,6 +92,46 @@ def train_saved_modules(model: nn.Module) -> None:
         for name, part in list(copies.items()):
             dense = part.as_linear() if isinstance(part, QuantizedLinear) else make_dense(part)
             copies[name] = dense.requires_grad_(True)
+
+
+class _StepDropout(nn.Dropout):
+    """Dropout with a switch of its own: sampling and evaluation put models into training mode again."""
+
+    is_on = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.dropout(input, self.p, training=self.is_on)
+
+
+class Dropout:
+    """The dropout of a model's adapters: off, except within an optimizer step, where a seed decides what it drops."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Switch it off."""
+        self._layers: list[_StepDropout] = []
+        for part in model.modules():
+            if isinstance(part, nn.Dropout) and part.p > 0:
+                part.__class__ = _StepDropout
+                assert isinstance(part, _StepDropout)
+                self._layers.append(part)
+
+    def _switch(self, *, on: bool) -> None:
+        for layer in self._layers:
+            layer.is_on = on
+
+    @contextmanager
+    def drawn(self, seed: int) -> Iterator[None]:
+        """Switch it on within this context, with draws that depend on `seed` alone."""
+        if not self._layers:
+            yield
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self._switch(on=True)
+            try:
+                yield
+            finally:
+                self._switch(on=False)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ Norms, biases and scalar heads stay in float32.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,14 +31,13 @@ def store_weights(model: M, weights: str) -> M:
     int8, nf4: linear layers are quantized; embeddings, and a head that shares its weight with one, are in bfloat16.
     The model is changed in place; adapters come after.
     """
-    _widen(model)
     head = _head(model)
     if weights in KINDS:
         for name, part in list(model.named_modules()):
             if type(part) is nn.Linear and part is not head and name.rpartition(".")[2] != SCALAR_HEAD:
                 _replace(model, name, KINDS[weights](part))
-    if weights == "bfloat16" or weights in KINDS:
-        _round(model)
+    rounded = _round(model) if weights == "bfloat16" or weights in KINDS else set()
+    _widen(model, but=rounded)  # last: a model that is loaded in 16 bits is never in float32 as a whole
     return model
 
 
@@ -51,9 +50,9 @@ def _head(model: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def _widen(model: nn.Module) -> None:
+def _widen(model: nn.Module, *, but: Set[nn.Parameter] = frozenset()) -> None:
     for parameter in model.parameters():
-        if parameter.dtype in HALF_DTYPES:
+        if parameter.dtype in HALF_DTYPES and parameter not in but:
             parameter.data = parameter.data.float()
 
 
@@ -62,18 +61,19 @@ def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
     setattr(model.get_submodule(parent), attribute, new)
 
 
-def _round(model: nn.Module) -> None:
-    """Store the matrices of linear layers and embeddings in bfloat16, tied ones once; trained ones stay trained."""
+def _round(model: nn.Module) -> set[nn.Parameter]:
+    """Store the matrices of linear layers and embeddings in bfloat16, tied ones once; return these weights."""
     forwards = WIDENED | EMBEDDINGS
     stored: dict[Tensor, nn.Parameter] = {}
     for name, part in model.named_modules():
         weight = part._parameters.get("weight") if type(part) in forwards else None
-        if weight is None or weight.dtype != torch.float32 or name.rpartition(".")[2] == SCALAR_HEAD:
+        if weight is None or weight.dtype == torch.float64 or name.rpartition(".")[2] == SCALAR_HEAD:
             continue
         if weight not in stored:
             stored[weight] = nn.Parameter(weight.to(torch.bfloat16), requires_grad=weight.requires_grad)
         part.weight = stored[weight]  # type: ignore[assignment, unused-ignore]
         vars(part)["forward"] = partial(forwards[type(part)], part, torch.float32)
+    return set(stored.values())
 
 
 def make_dense(model: M) -> M:

@@ -166,6 +166,19 @@ def test_trained_bfloat16_weights_resume_bitwise(tmp_path: Path) -> None:
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_dropout_and_dora_resume_bitwise(tmp_path: Path) -> None:
+    lora = {**LORA, "dropout": 0.3, "dora": True}
+    tree = offline_tree(tmp_path, "dpo", policy={"lora": lora}, eval={"every": 0})
+    whole = trained_offline(tree)
+    expected = weights(whole.loss.models.policy)  # type: ignore[attr-defined]
+    assert not supports_fused(body_of(whole.loss.models.policy))  # type: ignore[attr-defined]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    again = trained_offline(tree)
+    assert again.session.resumed
+    after = weights(again.loss.models.policy)  # type: ignore[attr-defined]
+    assert all(torch.equal(expected[name], after[name]) for name in expected)
+
+
 def test_an_adapter_is_continued_with_itself_as_reference(tmp_path: Path) -> None:
     """SFT exports an adapter; DPO trains it further and is compared with what it was, over one base."""
     first = offline_tree(tmp_path, "dpo", policy={"lora": LORA, "export": "adapter"}, eval={"every": 0})
