@@ -55,7 +55,7 @@ def run_tree(model: str, folder: Path, preset: str, kind: str, steps: int) -> di
         **({"critic": {"init": "policy", **role}} if preset == "ppo" else {}),
         "reward": {"source": source if is_full else {**source, "weights": "nf4"}},
         "sampling": {"max_new_tokens": 16, "completions_per_prompt": 1 if preset == "ppo" else 2},
-        "algorithm": {"preset": preset},
+        "algorithm": {"preset": preset, **({"advantage": {"whiten": False}} if preset == "ppo" else {})},
         "batch": {"prompts_per_step": 4 if preset == "ppo" else 2, "micro_batch_size": 2},
         "schedule": {"steps": steps},
         "checkpoint": {"every": 0, "resume": "never"},
@@ -121,11 +121,11 @@ def work(file: Path) -> None:
     optimizers: list[Any] = [t for t in (run.policy, run.critic) if t is not None]
     for trained in optimizers:
         moments += [v for s in trained.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
-    held = storage_bytes([*tensors, *moments])
+    counted = storage_bytes([*tensors, *moments])
     is_full = tree["policy"].get("lora") is None
     expected = formula(models.policy, roles=len(modules), trained=len(optimizers), is_full=is_full)
     parameters = sum(p.numel() for n, p in models.policy.named_parameters() if "lora_" not in n)
-    print(json.dumps({"peak": peak, "loading": loaded, "held": held, "formula": expected, "named": parameters}))
+    print(json.dumps({"peak": peak, "loading": loaded, "bytes": counted, "formula": expected, "named": parameters}))
 
 
 def measure(tree: dict[str, Any], folder: Path) -> dict[str, float]:
@@ -157,13 +157,13 @@ def main(model: str, repeats: int = 1, steps: int = 2) -> None:
         for _ in range(repeats):
             for preset, kind in arms:
                 rows[f"{preset} {kind}"].append(measure(run_tree(model, folder, preset, kind, steps), folder))
-    peaks = {name: max(row["peak"] for row in found) for name, found in rows.items()}
+    peaks = {name: max(row["peak"] for row in runs) for name, runs in rows.items()}
     result = {
         "model": Path(model).name,
         "machine": platform.processor() or platform.machine(),
         "steps": steps,
         "rows": rows,
-        "held_over_formula": {name: found[0]["held"] / found[0]["formula"] for name, found in rows.items()},
+        "bytes_over_formula": {name: runs[0]["bytes"] / runs[0]["formula"] for name, runs in rows.items()},
         "ppo_adapters_over_ppo_full": peaks["ppo adapters"] / peaks["ppo full"],
         "ppo_adapters_over_grpo_adapters": peaks["ppo adapters"] / peaks["grpo adapters"],
     }

@@ -267,7 +267,7 @@ def load_adapter_weights(model: ScalarHeadModel, folder: Path) -> None:
 
 
 def _trained(mine: Mapping[str, str], model: ScalarHeadModel) -> dict[str, str]:
-    """Prefer the copy that is trained where a module is there twice: as it was, and as it is trained."""
+    """Choose the copy that is trained where a module is there twice: as it was, and as it is trained."""
     names = model.classifier.state_dict()
     return {
         in_file: max((n for n in names if PREFIX + _name_in_file(n) == in_file), key=lambda n: "modules_to_save" in n)

@@ -25,7 +25,7 @@ Make = Callable[[list[nn.Parameter], OptimizerConfig], torch.optim.Optimizer]
 
 
 def round_to_bfloat16(numbers: Float[Tensor, "*shape"], generator: torch.Generator) -> Tensor:
-    """Round float32 numbers to one of their two neighbours in bfloat16, at random with the mean of the number.
+    """Take float32 numbers to one of their two neighbours in bfloat16, at random with the mean of the number.
 
     P(up) = (x - down) / (up - down): a random integer below 2^16 is added to the bits and the low 16 are cut off. NaN
     and infinities stay.
@@ -61,7 +61,7 @@ class StochasticRounding:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step every weight that has a gradient."""
+        """Take a step of every weight that has a gradient."""
         self.steps += 1
         plain = [p for p in self.wide.values() if p.grad is not None]
         gradients = [p.grad for p in plain]

@@ -30,7 +30,7 @@ class QuantizedLinear(nn.Linear):
     """
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Quantize the weight of `linear`; its bias stays as it is."""
+        """Compute the codes of the weight of `linear`; its bias stays as it is."""
         nn.Module.__init__(self)  # nn.Linear's own would allocate a weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_parameter("bias", linear.bias)
