@@ -80,7 +80,7 @@ def rate_is_low(config: RunConfiguration, facts: Facts) -> Value | None:
 def lora_scale(config: RunConfiguration, facts: Facts) -> Value | None:
     """Return the scale alpha / r of adapters that is out of range."""
     lora = trained(config).lora
-    return None if lora is None else outside(lora.alpha / lora.r, 0.25, 4.0)
+    return None if lora is None or lora.rslora else outside(lora.alpha / lora.r, 0.25, 4.0)
 
 
 def adam_epsilon(config: RunConfiguration, facts: Facts) -> Value | None:

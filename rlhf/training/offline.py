@@ -19,10 +19,12 @@ from rlhf.config.sections import BatchConfig
 from rlhf.data.pairs import CompletionRows
 from rlhf.errors import ConfigError
 from rlhf.models.kernels.cast import weights_cast_once
+from rlhf.models.lora import Dropout
 from rlhf.models.policy_models import Ema, Models
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.engine import TrainableModel, lr_factor
 from rlhf.runtime.memory import AdaptiveMicroBatch
+from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.session import Session
 from rlhf.training.step import Loss, LossBatch, optimizer_step
@@ -53,11 +55,13 @@ class OfflineRun:
     sources: Callable[[int], tuple[str, ...]] | None = None  # the source of each row of a step, where there are several
     tokens: Callable[[Batch], int]  # how many tokens a batch has, for the throughput
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
+    seed: int = 0  # of the run: what dropout draws from
 
 
 def train_offline(run: OfflineRun) -> None:
     """Run the remaining training steps."""
     rows = adaptive_micro_batch(run.batch, run.session)
+    drops = Dropout(run.trained.module)
     for step in run.session.steps():
         with run.session.recorder.phase("data"):
             batch = run.data(step)
@@ -67,7 +71,8 @@ def train_offline(run: OfflineRun) -> None:
             warmup_steps=run.schedule.warmup_steps,
             decay=run.schedule.decay,
         )
-        with run.session.recorder.phase("update"), weights_cast_once():
+        drawn = drops.drawn(derive_seed(run.seed, "dropout", step, run.session.ranks.rank))
+        with run.session.recorder.phase("update"), weights_cast_once(), drawn:
             metrics = optimizer_step(
                 loss_batches(run, batch, step),
                 [run.trained],
