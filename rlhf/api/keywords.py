@@ -57,6 +57,9 @@ class OnlineDataKeys(TypedDict, total=False):
 class PolicyKeys(TypedDict, total=False):
     """Keys of a section, all optional."""
 
+    weights: Literal["auto", "float32", "bfloat16", "int8", "nf4"]
+    lora: Any
+    gradient_checkpointing: bool
     lr: float
     betas: Any
     adam_eps: float
@@ -66,19 +69,19 @@ class PolicyKeys(TypedDict, total=False):
     model: str
     tokenizer: str | None
     dtype: Literal["float32", "bfloat16", "float64"]
-    lora: Any
-    gradient_checkpointing: bool
     ema_decay: float | None
     log_probs: Literal["auto", "naive", "chunked"]
     head_dtype: Literal["float32", "model"]
     packing: Literal["auto", "off"]
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    export: Literal["merged", "adapter", "both"]
     trust_remote_code: bool
 
 
 class ReferenceKeys(TypedDict, total=False):
     """Keys of a section, all optional."""
 
+    weights: Literal["auto", "float32", "bfloat16", "int8", "nf4"]
     model: str | None
     measure: bool
 
@@ -86,6 +89,9 @@ class ReferenceKeys(TypedDict, total=False):
 class CriticKeys(TypedDict, total=False):
     """Keys of a section, all optional."""
 
+    weights: Literal["auto", "float32", "bfloat16", "int8", "nf4"]
+    lora: Any
+    gradient_checkpointing: bool
     lr: float
     betas: Any
     adam_eps: float

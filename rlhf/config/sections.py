@@ -41,6 +41,7 @@ from rlhf.config.run import (
     ScheduleConfig,
     ShardingConfig,
 )
+from rlhf.config.weights import Export, TrainedWeightsConfig, WeightsConfig
 from rlhf.rewards.source import Source
 from rlhf.section import Needed, NonNegative, OneOf, Positive, Section
 
@@ -49,17 +50,6 @@ Packing = Literal["auto", "off"]
 HeadDtype = Literal["float32", "model"]
 OldLogProbs = Literal["auto", "sampler", "trainer"]
 HeadInit = Literal["zero", "normal", "orthogonal"]
-
-
-class LoraConfig(Section):
-    """Low-rank adapters through peft; the reference is the same weights with the adapter disabled."""
-
-    r: Count = 16
-    """Rank of the adapters."""
-    alpha: Positive = 32.0
-    """Scale: the adapter is multiplied by alpha / r."""
-    target_modules: list[str] | Literal["all-linear"] = "all-linear"
-    """The modules that get an adapter."""
 
 
 class OptimizerConfig(Section):
@@ -97,7 +87,7 @@ class OptimizerConfig(Section):
             )
 
 
-class PolicyConfig(OptimizerConfig):
+class PolicyConfig(OptimizerConfig, TrainedWeightsConfig):
     """The model being trained."""
 
     model: str
@@ -108,10 +98,6 @@ class PolicyConfig(OptimizerConfig):
     """bfloat16: bf16 arithmetic over float32 weights; otherwise weights and arithmetic are in this dtype.
     Log-probabilities are computed in float32 or better. On a CUDA GPU the default is bfloat16. A CPU
     without bfloat16 products (most CPUs without AVX-512) computes in float32 instead, and the run reports it."""
-    lora: LoraConfig | None = None
-    """Train low-rank adapters instead of all weights."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, which saves memory and takes more time."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Evaluate and export an exponential moving average of the weights, with this decay per step; null: off."""
     log_probs: LogProbs = "auto"
@@ -128,8 +114,19 @@ class PolicyConfig(OptimizerConfig):
     """Dtype of the exported weights. auto: the dtype that each weight had in the model loaded, or float32 if rounding
     to that dtype would lose more than 5 % of the change that training made, and the run says so (a GGUF file cannot be
     compared: float32). Any other value is obeyed, and the run reports the loss. Checkpoints are exact."""
+    export: Export = "merged"
+    """What a run with adapters exports. merged: the whole model, adapters added to its weights; adapter: the adapter
+    alone, which peft loads onto its base; both: the model, and the adapter in the folder adapter beside it."""
     trust_remote_code: bool = False
     """Run Python code that a hub model ships."""
+
+    def check_export(self, section: str) -> None:
+        """Check that there is an adapter if one is to be exported; errors name the `section`."""
+        if self.export != "merged" and self.lora is None:
+            raise ValueError(
+                f"{section}.export is {self.export}, but the run trains no adapter: set {section}.lora.r=16, or "
+                f"{section}.export=merged"
+            )
 
     @model_validator(mode="before")
     @classmethod
@@ -142,7 +139,7 @@ class PolicyConfig(OptimizerConfig):
         return {key: value for key, value in settings.items() if key != "compile"}
 
 
-class ReferenceConfig(Section):
+class ReferenceConfig(WeightsConfig):
     """The frozen policy that the KL penalty or a preference loss compares with."""
 
     model: str | None = None
@@ -160,7 +157,7 @@ class ReferenceConfig(Section):
             )
 
 
-class CriticConfig(OptimizerConfig):
+class CriticConfig(OptimizerConfig, TrainedWeightsConfig):
     """The value function: a backbone with a scalar head."""
 
     lr: NonNegative = 5e-6
@@ -188,6 +185,12 @@ class CriticConfig(OptimizerConfig):
         return self.init == "policy" or (self.init == "auto" and source.critic_start is None)
 
     def _check_shared(self, old_log_probs: OldLogProbs) -> None:
+        if self.lora is not None or self.weights != "auto" or self.gradient_checkpointing:
+            raise ValueError(
+                "critic.lora, critic.weights and critic.gradient_checkpointing are for a critic with a backbone of its "
+                "own, but critic.shared puts its head on the policy: set policy.lora, policy.weights and "
+                "policy.gradient_checkpointing"
+            )
         if self.init not in ("policy", "auto"):
             raise ValueError("critic.shared puts the head on the policy: critic.init must then be policy or auto")
         if self.head != "zero":
@@ -336,7 +339,14 @@ class TrainSections(Section):
     @model_validator(mode="after")
     def _check_policy(self) -> TrainSections:
         self.policy.check_optimizer("policy", self.policy.dtype, self.sharding)
+        self.policy.check_export("policy")
         self.run.check_dtype("policy", self.policy.dtype)
+        self.reference.check_kept("reference", self.policy.dtype, self.sharding)
+        if self.policy.lora is not None and self.reference.model is None and self.reference.weights != "auto":
+            raise ValueError(
+                f"reference.weights is {self.reference.weights}, but the reference is the policy without its adapter: "
+                "set policy.weights instead"
+            )
         return self
 
 
@@ -372,6 +382,7 @@ class OnlineConfig(TrainSections):
     @model_validator(mode="after")
     def _check_sections(self) -> OnlineConfig:
         old_log_probs = self.sampling.old_log_probs
+        self.policy.check_trained("policy", self.policy.dtype, self.sharding, is_online=True)
         self.reference.check_measured(self.algorithm)
         self.overlap.check_ahead(self.algorithm, old_log_probs)
         self.data.check_ptx(self.algorithm.ptx_coef)
@@ -380,6 +391,7 @@ class OnlineConfig(TrainSections):
             self.algorithm.rescue.check_run(old_log_probs, prompts.first_tokens, is_plain=prompts.is_plain)
         if self.algorithm.advantage.needs_critic:  # without a critic the section is unread, which is a warning
             self.critic.check_optimizer("critic", self.policy.dtype, self.sharding)
+            self.critic.check_trained("critic", self.policy.dtype, self.sharding, is_online=True)
             self.critic.check_start(self.reward.source, old_log_probs)
         self.algorithm.check_sizes(self._step_sizes)
         self.algorithm.policy_loss.check_run(
@@ -458,6 +470,7 @@ class OfflineConfig(TrainSections):
     def _check_data_and_sizes(self) -> OfflineConfig:
         is_sft = self.algorithm.loss.data == "demonstrations"
         _ = self.sft_data if is_sft else self.preference_data  # raise if missing
+        self.policy.check_trained("policy", self.policy.dtype, self.sharding, is_online=False)
         self.algorithm.check_sizes(self.batch.prompts_per_step)
         return self
 
@@ -515,6 +528,6 @@ class RewardModelConfig(Section):
     def _check_model(self) -> RewardModelConfig:
         self.model.check_optimizer("model", self.model.dtype, self.sharding)
         self.run.check_dtype("model", self.model.dtype)
-        if self.model.lora is not None:
-            raise ValueError("model.lora: a reward model is trained in full; leave it null")
+        self.model.check_export("model")
+        self.model.check_trained("model", self.model.dtype, self.sharding, is_online=False)
         return self

@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers import PretrainedConfig as HfConfig
 from transformers.utils import logging as hf_logging
 
-from rlhf.config.sections import LoraConfig, PolicyConfig
+from rlhf.config.sections import PolicyConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.data.tokenizer import (
     CUT_OFF,
     ModelLocation,

@@ -23,6 +23,9 @@ class ModelSource(Source):
     """Rows per forward pass; affects memory only."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: bf16 arithmetic (on a CUDA GPU also bf16 matrices); scores change by rounding."""
+    weights: Literal["auto", "float32", "bfloat16", "int8", "nf4"] = "auto"
+    """How the weights are kept; see policy.weights. With any value but auto, an adapter's folder is not merged, and its
+    base is shared with the policy, critic and reference that have the same one."""
     how: Literal["mean", "minimum", "mean_minus_std"] = "mean"
     """Combination of the members' scores, if path holds an ensemble (ensemble=4)."""
     std_coef: Annotated[float, Ge(0)] = 1.0

@@ -37,6 +37,8 @@ MAY_CHANGE = (
     "guard.*",
     "policy.export_dtype",
     "model.export_dtype",
+    "policy.export",
+    "model.export",
     # the machine: speed and memory, with the same results up to rounding
     "run.out_dir",
     "run.device",
@@ -54,6 +56,7 @@ MAY_CHANGE = (
         for model in ("policy", "model")
         for setting in ("dtype", "gradient_checkpointing", "log_probs", "packing", "trust_remote_code")
     ),
+    "critic.gradient_checkpointing",
     "reward.watch*",
     *(
         f"{source}.*{setting}"
@@ -64,11 +67,15 @@ MAY_CHANGE = (
 """The settings that a run may be continued with another value of, as patterns of dotted keys. Every other setting
 belongs to the run: with another value it is another run."""
 
-FIXED = ("policy.lora*", "policy.optimizer", "model.optimizer", "critic.shared", "critic.optimizer", "ensemble*")
+FIXED = (
+    *(f"{model}.{setting}" for model in ("policy", "model", "critic") for setting in ("lora*", "optimizer")),
+    "critic.shared",
+    "ensemble*",
+)
 """The settings that decide which weights and optimizer states a checkpoint holds: not even checkpoint.resume=always
 continues with another value."""
 
-EXPORT = ("*.export_dtype", "checkpoint.best", "checkpoint.best.restore")
+EXPORT = ("*.export_dtype", "*.export", "checkpoint.best", "checkpoint.best.restore")
 """The settings that decide which model a finished run exports."""
 
 FIRST = (

@@ -418,12 +418,6 @@ def test_a_missing_file_names_its_neighbor(tmp_path: Path) -> None:
         load_train(tmp_path / "pppo.yaml")
 
 
-def test_reward_models_refuse_adapters() -> None:
-    tree = {"model": {"model": "m", "lora": {}}, "data": {"preferences": {"path": "p"}}}
-    with pytest.raises(ConfigError, match="trained in full"):
-        validate(RewardModelConfig, tree)
-
-
 def test_every_field_has_a_description() -> None:
     undocumented = [
         f"{section.__name__}.{name}"

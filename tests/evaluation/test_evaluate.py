@@ -15,7 +15,8 @@ from tiny_models import BOS, EOS, completions_of, prompts_of, ragged, sampler_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf.config.sections import LogProbs, LoraConfig, SamplingConfig
+from rlhf.config.sections import LogProbs, SamplingConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.evaluation.evaluate import distinct_n, diversity, evaluate_policy, perplexity, repetition
 from rlhf.models.backbone import add_lora
 from rlhf.models.policy_models import Models, ReferenceComparison

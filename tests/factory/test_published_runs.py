@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.cli import main
-from rlhf.config.sections import LoraConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.errors import ConfigError
 from rlhf.models.backbone import add_lora, load_causal_lm
 

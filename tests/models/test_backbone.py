@@ -12,7 +12,8 @@ from tiny_models import EOS, PAD, VOCAB, ragged, saved, tiny, tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from rlhf.config.sections import LoraConfig, PolicyConfig
+from rlhf.config.sections import PolicyConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.data.tokenizer import pad_id
 from rlhf.errors import ModelError
 from rlhf.models.backbone import (

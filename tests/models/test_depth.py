@@ -13,7 +13,7 @@ from real_model import real_model
 from tiny_models import completions_of
 from torch import Tensor
 
-from rlhf.config.sections import LoraConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.models.backbone import add_lora, body_of
 from rlhf.models.kernels import attention as rows
 from rlhf.models.kernels import packing

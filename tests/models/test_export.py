@@ -20,7 +20,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf.config.sections import LoraConfig, PolicyConfig
+from rlhf.config.sections import PolicyConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models import rounding
 from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, merged_copy

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Pre
 
 from reward_model.source import RewardModelSource
 from rlhf.config.data import ChatFormat, PreferencesConfig, PromptsConfig, SftConfig
-from rlhf.config.sections import LoraConfig, PolicyConfig, SamplingConfig
+from rlhf.config.sections import PolicyConfig, SamplingConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.data.pairs import load_demonstrations, load_pairs
 from rlhf.data.prompts import load_prompts
 from rlhf.data.tokenizer import ADDED_TO_GGUF, base_of_adapter, load_tokenizer

@@ -15,7 +15,7 @@ from tiny_models import EOS, PROMPTS, completions_of, saved, tiny, tokenizer
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from rlhf.config.sections import LoraConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.models import logprobs
 from rlhf.models.backbone import CausalLM, _quiet_peft, add_lora, body_of, enable_gradient_checkpointing
 from rlhf.models.kernels.llama import forward as lean

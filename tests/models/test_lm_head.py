@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from rlhf.config.sections import LogProbs, LoraConfig
+from rlhf.config.sections import LogProbs
+from rlhf.config.weights import LoraConfig
 from rlhf.errors import ModelError
 from rlhf.models import logprobs as head
 from rlhf.models.backbone import CausalLM, add_lora, autocast, enable_gradient_checkpointing

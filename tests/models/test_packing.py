@@ -10,7 +10,8 @@ import torch
 from tiny_models import COMPLETIONS, EOS, FAMILIES, PAD, PROMPTS, completions_of, ragged, saved, tiny, tokenizer
 from torch import Tensor, nn
 
-from rlhf.config.sections import LoraConfig, Packing
+from rlhf.config.sections import Packing
+from rlhf.config.weights import LoraConfig
 from rlhf.models.backbone import CausalLM, add_lora, body_of, enable_gradient_checkpointing
 from rlhf.models.kernels import attention as attention_module
 from rlhf.models.kernels.attention import PackedBatch, RectangleLayout

@@ -10,7 +10,7 @@ import torch
 from tiny_models import ragged, saved, tiny, tokenizer
 from torch import nn
 
-from rlhf.config.sections import LoraConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.models.backbone import add_lora
 from rlhf.models.logprobs import completion_outputs
 from rlhf.models.policy_models import Ema, Models, SharedValueHead

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.batching import extend
-from rlhf.config.sections import LoraConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.models import logprobs
 from rlhf.models.backbone import CausalLM, add_lora
 from rlhf.models.logprobs import Sequences

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from rlhf.config.sections import LoraConfig, SamplingConfig
+from rlhf.config.sections import SamplingConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.errors import ConfigError
 from rlhf.models.backbone import add_lora, load_causal_lm
 from rlhf.models.logprobs import completion_outputs

@@ -12,7 +12,8 @@ from scipy.stats import chisquare
 from tiny_models import BOS, EOS, PAD, prompts_of, sampler_of, saved, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from rlhf.config.sections import LoraConfig, SamplingConfig
+from rlhf.config.sections import SamplingConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.models.backbone import add_lora, load_causal_lm
 from rlhf.models.logprobs import completion_outputs
 from rlhf.runtime.seeding import derive_seed

@@ -39,6 +39,7 @@ PART_OF_THE_RUN = (
     "loss*",
     "ensemble*",
     "calibration*",
+    "reference.weights",
     "eval.source*",
     "checkpoint.best.by",
     "overlap.ahead",
@@ -49,13 +50,9 @@ PART_OF_THE_RUN = (
     *(
         f"{model}.{name}"
         for model in ("policy", "critic", "model")
-        for name in ("betas", "adam_eps", "weight_decay", "optimizer")
+        for name in ("betas", "adam_eps", "weight_decay", "optimizer", "weights", "lora*")
     ),
-    *(
-        f"{model}.{name}"
-        for model in ("policy", "model")
-        for name in ("model", "tokenizer", "lora*", "ema_decay", "head_dtype")
-    ),
+    *(f"{model}.{name}" for model in ("policy", "model") for name in ("model", "tokenizer", "ema_decay", "head_dtype")),
 )
 SECTIONS = ("run", "critic", "overlap", "batch", "sampling", "policy", "model", "eval", "checkpoint")
 

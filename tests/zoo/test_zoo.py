@@ -31,7 +31,7 @@ from zoo_checks import (
 )
 from zoo_runs import Trained, train_one_step, train_reward_model
 
-from rlhf.config.sections import LoraConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.data.tokenizer import load_tokenizer, make_encoder, pad_id
 from rlhf.models.backbone import CausalLM, add_lora, eos_ids, load_causal_lm
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores
