@@ -2,9 +2,10 @@
 
     python benchmarks/plan.py [--only NAME ...] [--out FILE]
 
-A model of random weights and rows of full length are written to a temporary folder, and `rlhf train` or `rlhf reward`
-runs in a fresh process. Counted is by how much resident memory (VmHWM of /proc/self/status) rose above what the process
-had once all libraries were imported; the phases are those of timings.jsonl. Linux only. The cases in FITTED
+A model of random weights and rows of full length are written to a temporary folder, and two steps are run in a process
+of their own, forked from one that has the libraries imported. `allocated` counts what the process has allocated and not
+freed, at its peak (benchmarks/heap.c, compiled by cc): what torch counts on a GPU. `resident` is how much VmHWM rose;
+it holds freed memory that the allocator keeps besides (run.keep_memory). Linux with glibc only. The cases in FITTED
 were looked at while the formulas were written; those in CASES were not, and only they count.
 """
 
@@ -15,10 +16,12 @@ import ctypes
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +29,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+import peft  # noqa: E402, F401  # before the memory is counted
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification  # noqa: E402
+
+from rlhf.api import training  # noqa: E402
+from rlhf.config.files import parse_overrides  # noqa: E402
+from rlhf.config.load import reward_model_config, train_config  # noqa: E402
+from rlhf.lab.model import train_tokenizer  # noqa: E402
+from rlhf.planning.layout import Lengths  # noqa: E402
+from rlhf.planning.plan import Machine, make_plan  # noqa: E402
+from rlhf.process import silence_libraries  # noqa: E402
+from rlhf.runtime import memory  # noqa: E402
 
 HEAP = ROOT / "benchmarks" / "heap.c"
 RESULT = ROOT / "benchmarks" / "results" / "plan.json"
@@ -100,12 +117,16 @@ CASES = (
     Case("simpo narrow lora bf16", "simpo", NARROW, {"batch.micro_batch_size": 8, **LORA, **BF16}, length=128),
     Case("kto narrow", "kto", NARROW, {"batch.micro_batch_size": 8}, length=128),
     Case("reward model narrow", "reward", NARROW, {"batch.micro_batch_size": 8}, length=160),
-    Case("reward model broad bf16", "reward", BROAD, {"batch.micro_batch_size": 4, "model.dtype": "bfloat16"}, length=192),
+    Case(
+        "reward model broad bf16", "reward", BROAD, {"batch.micro_batch_size": 4, "model.dtype": "bfloat16"}, length=192
+    ),
     Case("reward model deep", "reward", DEEP, {"batch.micro_batch_size": 8}, length=96),
     Case("grpo narrow", "grpo", NARROW, {"batch.micro_batch_size": 16}, length=48),
     Case("grpo broad lora", "grpo", BROAD, {"batch.micro_batch_size": 8, **LORA}, prompt=64, length=48),
     Case("grpo wide bf16", "grpo", WIDE, {"batch.micro_batch_size": 16, **BF16}, prompt=24, length=48),
-    Case("grpo deep without reference", "grpo", DEEP, {"reference.measure": False, "algorithm.kl.coef": 0.0}, length=40),
+    Case(
+        "grpo deep without reference", "grpo", DEEP, {"reference.measure": False, "algorithm.kl.coef": 0.0}, length=40
+    ),
     Case("rloo narrow", "rloo", NARROW, {"batch.micro_batch_size": 32}, prompt=16, length=64),
     Case("ppo narrow", "ppo", NARROW, {"batch.micro_batch_size": 16}, length=48),
     Case("ppo broad lora", "ppo", BROAD, {"batch.micro_batch_size": 8, **LORA}, length=40),
@@ -156,7 +177,9 @@ def tree(case: Case, folder: Path) -> dict[str, Any]:
 
 def words(settings: Mapping[str, Any]) -> list[str]:
     """Write settings as `key=value`."""
-    return [f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not None or key == "schedule.epochs"]
+    return [
+        f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not None or key == "schedule.epochs"
+    ]
 
 
 PREFERENCES = ("dpo", "orpo", "kto", "simpo", "reward")
@@ -170,13 +193,6 @@ def score(completions):
 
 def prepare(case: Case, folder: Path) -> None:
     """Write models, tokenizer and rows."""
-    import random
-
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-
-    from rlhf.lab.model import train_tokenizer
-
     draw = random.Random(0)
     vocabulary = ["".join(draw.choice("abcdefghijklmnoprstuw") for _ in range(draw.randint(2, 8))) for _ in range(3000)]
 
@@ -214,7 +230,8 @@ def prepare(case: Case, folder: Path) -> None:
         "texts": [{"text": text(long)} for _ in range(96)],
         "prompts": [{"prompt": text(long)} for _ in range(96)],
         "pairs": [
-            {"prompt": text(long), "chosen": text(case.length // 8), "rejected": text(case.length // 8)} for _ in range(96)
+            {"prompt": text(long), "chosen": text(case.length // 8), "rejected": text(case.length // 8)}
+            for _ in range(96)
         ],
     }
     lengths = {"prompt": case.prompt, "completion": case.length}
@@ -237,20 +254,10 @@ def resident_mb(key: str) -> float:
 
 def work(verb: str, arguments: list[str], out: Path) -> None:
     """Run in this process and write the memory that it allocated: at its peak, and at the peak of each phase."""
-    import peft  # noqa: F401
-    import torch
-    import transformers.models.llama.modeling_llama  # noqa: F401
-    from rich.console import Console
-
-    from rlhf.api import training
-    from rlhf.config.files import parse_overrides
-    from rlhf.config.load import reward_model_config, train_config
-    from rlhf.runtime import memory
-
     heap = ctypes.CDLL(os.environ["LD_PRELOAD"])
     heap.heap_live.restype = heap.heap_peak.restype = ctypes.c_long
-    torch.set_num_threads(1)
     config = (reward_model_config if verb == "reward" else train_config)(parse_overrides(arguments))
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is from now on
     before, resident = heap.heap_live(), resident_mb("VmRSS")
     memory._peak_resident_mb = lambda: (heap.heap_peak() - before) / MB  # what timings.jsonl has of each phase
     memory._reset_peak_resident = heap.heap_reset
@@ -278,47 +285,84 @@ def work(verb: str, arguments: list[str], out: Path) -> None:
         "resident_mb": resident_mb("VmHWM") - resident,
         "libraries_mb": resident,
         "phases_mb": phases,
-        "seconds": [row["seconds"] for row in rows],
     }
     out.write_text(json.dumps(measured), encoding="utf-8")
 
 
+def in_child(call: Callable[[], object]) -> None:
+    """Call a function in a child of this process, which has the libraries imported and nothing else."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            call()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    if os.waitpid(child, 0)[1] != 0:
+        raise RuntimeError("the run failed")
+
+
+def run_of(case: Case, folder: Path) -> tuple[str, list[str]]:
+    """Return the verb and the settings that run a case."""
+    return ("reward" if case.algorithm == "reward" else "train"), words(tree(case, folder))
+
+
 def measure(case: Case) -> dict[str, Any]:
-    """Measure a case in a process of its own."""
+    """Plan a case, and measure it in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="rlhf-plan-") as name:
         folder = Path(name)
-        prepare(case, folder)
-        verb = "reward" if case.algorithm == "reward" else "train"
-        arguments = words(tree(case, folder))
-        preload = folder / "heap.so"
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(preload), str(HEAP)], check=True)
-        environment = {"LD_PRELOAD": str(preload), **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, __file__, "--worker", verb, str(folder / "out.json"), *arguments]
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+        in_child(lambda: prepare(case, folder))
+        verb, arguments = run_of(case, folder)
         lengths = json.loads((folder / "lengths.json").read_text(encoding="utf-8"))
-        row: dict[str, Any] = {"lengths": lengths} | json.loads((folder / "out.json").read_text(encoding="utf-8"))
-        return row
+        config = (reward_model_config if verb == "reward" else train_config)(parse_overrides(arguments))
+        plan = make_plan(config, Machine(device="cpu"), Lengths(**lengths))
+        planned = {
+            "planned_mb": plan.peak / MB,
+            "planned_phase": plan.memory.peak_phase,
+            "planned_phases_mb": {phase: plan.memory.of(phase) / MB for phase in plan.memory.phases},
+        }
+        in_child(lambda: work(verb, arguments, folder / "out.json"))
+        measured = json.loads((folder / "out.json").read_text(encoding="utf-8"))
+        return {"name": case.name, "lengths": lengths} | planned | measured
+
+
+def preloaded(folder: Path) -> dict[str, str]:
+    """Compile the counter, and return the environment of a process that it counts."""
+    library = folder / "heap.so"
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(HEAP)], check=True)
+    return {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def main() -> None:
-    """Measure the cases and print them beside the plan."""
-    if sys.argv[1:2] == ["--worker"]:
-        work(sys.argv[2], sys.argv[4:], Path(sys.argv[3]))
-        return
+    """Measure the cases, print them beside the plan, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+")
+    parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    rows = []
-    for case in (*FITTED, *CASES):
-        if options.only and case.name not in options.only:
-            continue
-        row = {"name": case.name} | measure(case)
-        rows.append(row)
-        shown = {key: round(value) for key, value in row["phases_mb"].items()}
-        sys.stdout.write(f"{case.name:26} {row['allocated_mb']:7.0f} {row['resident_mb']:7.0f} {shown}\n")
-        sys.stdout.flush()
-        options.out.write_text(json.dumps(rows), encoding="utf-8")
+    if "LD_PRELOAD" not in os.environ:
+        with tempfile.TemporaryDirectory(prefix="rlhf-heap-") as name:
+            done = subprocess.run([sys.executable, *sys.argv], env=preloaded(Path(name)), check=False)
+        sys.exit(done.returncode)
+    torch.set_num_threads(1)
+    silence_libraries()
+    rows: dict[str, list[dict[str, Any]]] = {"fitted": [], "validated": []}
+    about = {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()}
+    for kind, cases in zip(rows, (FITTED, CASES), strict=True):
+        for case in cases:
+            if options.only and case.name not in options.only:
+                continue
+            row = measure(case)
+            row["error"] = row["planned_mb"] / row["allocated_mb"] - 1
+            rows[kind].append(row)
+            sys.stdout.write(
+                f"{kind:10} {case.name:30} planned {row['planned_mb']:6.0f} allocated {row['allocated_mb']:6.0f} "
+                f"{row['error']:+6.1%}  resident {row['resident_mb']:6.0f}\n"
+            )
+            sys.stdout.flush()
+            options.out.write_text(json.dumps({"about": about, **rows}, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@
     cures.py        what to change where a run does not fit, in the order of what it costs
     seconds.py      operations of a step, and seconds where the machine's rate was measured
     machine.py      the memory of the device, and the rate that `rlhf plan --probe` measured
-    plan.py         all of these for one configuration: the table, the JSON, and the refusal of `rlhf train`
+    plan.py         all of these for one configuration
+    text.py         the plan as text, and the message of a run that cannot fit
+    options.py      the machine and the tokens that `rlhf plan` and `rlhf.plan` are asked for
 
 Nothing here imports torch, except for a model of an unknown family, whose shapes transformers makes on the meta device.
 """

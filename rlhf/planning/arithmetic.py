@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 
 from rlhf.planning.shapes import Shape
 
+Bytes = int | float
+"""A size in bytes, or a number of operations."""
+
 FLOAT = 4  # bytes
 SIZES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "nf4": 0.5 + 4 / 64}
 """Bytes of a weight; nf4 has a float32 scale for each block of 64."""
@@ -80,7 +83,7 @@ class Arithmetic:
     chunked: bool = True
     """Whether logits are made a few tokens at a time."""
     keeps_probabilities: bool = True
-    """Whether the head may keep probabilities for its backward pass; not where the loss needs the entropy's gradient."""
+    """Whether the head may keep probabilities for its backward pass; with an entropy bonus it may not."""
 
     @property
     def is_half(self) -> bool:
@@ -88,7 +91,7 @@ class Arithmetic:
         return self.low == 2
 
 
-def layer_activations(shape: Shape, rows: Rows, how: Arithmetic, tokens: int | None = None) -> float:
+def layer_activations(shape: Shape, rows: Rows, how: Arithmetic, tokens: int | None = None) -> Bytes:
     """Return the bytes that one layer keeps for its backward pass.
 
     Written out:  N (2 w D + 2 b F + b (2 H + 2 G) d + 4 H + 8), and where prompts are shared a copy of the keys and
@@ -108,7 +111,7 @@ def layer_activations(shape: Shape, rows: Rows, how: Arithmetic, tokens: int | N
     return stream + heads + half + n * how.low * (2 * width + 2 * keys) + _attention_kept(shape, rows, how)
 
 
-def _attention_kept(shape: Shape, rows: Rows, how: Arithmetic) -> float:
+def _attention_kept(shape: Shape, rows: Rows, how: Arithmetic) -> Bytes:
     """Return the bytes that attention keeps beyond queries, keys, values and its output."""
     keys = shape.groups * shape.head_dim
     copied = 0
@@ -129,7 +132,7 @@ def _any_length(how: Arithmetic) -> bool:
     return how.device == "cuda" and how.is_half
 
 
-def activations(shape: Shape, rows: Rows, how: Arithmetic, *, checkpointed: bool = False) -> float:
+def activations(shape: Shape, rows: Rows, how: Arithmetic, *, checkpointed: bool = False) -> Bytes:
     """Return the bytes that the layers keep for the backward pass; with checkpointing each keeps its input alone."""
     if checkpointed:
         return shape.layers * rows.tokens * how.wide * shape.hidden + layer_activations(shape, rows, how)
@@ -137,13 +140,13 @@ def activations(shape: Shape, rows: Rows, how: Arithmetic, *, checkpointed: bool
     return (shape.layers - 1) * layer_activations(shape, rows, how) + last
 
 
-def layer_working(shape: Shape, rows: Rows, how: Arithmetic, *, trained: bool) -> float:
+def layer_working(shape: Shape, rows: Rows, how: Arithmetic, *, trained: bool) -> Bytes:
     """Return the bytes that the backward pass of a layer needs besides: N (4 b F + 4 w D), and a layer's gradients."""
     gradients = how.wide * 3 * shape.hidden * shape.intermediate if trained else 0
     return rows.tokens * (4 * how.low * shape.intermediate + 4 * how.wide * shape.hidden) + gradients
 
 
-def forward_working(shape: Shape, rows: Rows, how: Arithmetic) -> float:
+def forward_working(shape: Shape, rows: Rows, how: Arithmetic) -> Bytes:
     """Return the bytes of a layer in a pass without gradient: N (3 b F + (3 w + b) D + b (3 H + 2 G) d)."""
     width, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
     token = 3 * how.low * shape.intermediate + (3 * how.wide + how.low) * shape.hidden
@@ -154,17 +157,17 @@ def forward_working(shape: Shape, rows: Rows, how: Arithmetic) -> float:
 class Head:
     """Bytes of the LM head in a pass: kept until its backward pass, needed besides in the forward and in that pass."""
 
-    kept: float
-    forward: float
-    backward: float
+    kept: Bytes
+    forward: Bytes
+    backward: Bytes
 
 
 def head(shape: Shape, rows: Rows, how: Arithmetic, *, trained: bool) -> Head:
     """Return the bytes of the LM head.
 
-    Kept are the last hidden states, 2 w M D, and up to a limit the probabilities, 4 M V. Logits are made and differentiated
-    a chunk of c tokens at a time: 4 c V once where all probabilities are kept, else three times; 8 c V in the backward
-    pass, and the gradient of the head, w V D. All at once the logits take (b + 12) M V.
+    Kept are the last hidden states, 2 w M D, and up to a limit the probabilities, 4 M V. Logits are made and
+    differentiated a chunk of c tokens at a time: 4 c V once where all probabilities are kept, else three times; 8 c V
+    in the backward pass, and the gradient of the head, w V D. All at once the logits take (b + 12) M V.
     """
     m, v = rows.chosen, shape.vocabulary
     states = m * shape.hidden * (2 * how.wide + (how.low if how.low != how.wide else 0))
@@ -179,12 +182,12 @@ def head(shape: Shape, rows: Rows, how: Arithmetic, *, trained: bool) -> Head:
     return Head(states + kept * v * max(FLOAT, how.wide), forward, 2 * chunk + m * shape.hidden * how.wide + gradient)
 
 
-def key_value_cache(shape: Shape, tokens: int, size: float) -> float:
+def key_value_cache(shape: Shape, tokens: int, size: Bytes) -> Bytes:
     """Return the bytes of keys and values of so many tokens: 2 G d L numbers each."""
     return tokens * 2 * shape.groups * shape.head_dim * shape.layers * size
 
 
-def forward_operations(shape: Shape, tokens: int, pairs: float, predicted: int) -> float:
+def forward_operations(shape: Shape, tokens: int, pairs: Bytes, predicted: int) -> Bytes:
     """Return the operations of a forward pass: 2 for each weight of the layers and each token, the scores, the logits.
 
     The scores take 4 H d for each pair of a query and a key that it sees.
@@ -193,8 +196,6 @@ def forward_operations(shape: Shape, tokens: int, pairs: float, predicted: int) 
     return 2.0 * shape.linear * tokens + scores + 2.0 * shape.embedding * predicted
 
 
-def pass_operations(shape: Shape, rows: Rows, *, reads_logits: bool = True) -> float:
+def pass_operations(shape: Shape, rows: Rows, *, reads_logits: bool = True) -> Bytes:
     """Return the operations of a forward pass over rows; half of each row's square is masked."""
-    return forward_operations(
-        shape, rows.tokens, rows.rows * rows.length**2 / 2, rows.chosen if reads_logits else 0
-    )
+    return forward_operations(shape, rows.tokens, rows.rows * rows.length**2 / 2, rows.chosen if reads_logits else 0)

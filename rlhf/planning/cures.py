@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlhf.config.sections import LoraConfig, OnlineConfig, RewardModelConfig
+from rlhf.config.sections import OnlineConfig, RewardModelConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.planning.layout import RunConfiguration, trained_section
 from rlhf.section import Section
 
@@ -49,7 +50,9 @@ def _with(section: Any, names: list[str], value: Any) -> Any:
 
 def written(settings: dict[str, Any]) -> str:
     """Write settings as `key=value`, as on a command line."""
-    return " ".join(f"{key}.r={RANK}" if isinstance(value, LoraConfig) else _word(key, value) for key, value in settings.items())
+    return " ".join(
+        f"{key}.r={RANK}" if isinstance(value, LoraConfig) else _word(key, value) for key, value in settings.items()
+    )
 
 
 def _word(key: str, value: Any) -> str:
@@ -93,7 +96,11 @@ def _small_moments(config: RunConfiguration) -> dict[str, Any]:
 
 def _adapters(config: RunConfiguration) -> dict[str, Any]:
     named = [(name, getattr(config, name)) for name in _sections(config)]
-    return {f"{name}.lora": LoraConfig(r=RANK) for name, section in named if _takes(section, "lora") and section.lora is None}
+    return {
+        f"{name}.lora": LoraConfig(r=RANK)
+        for name, section in named
+        if _takes(section, "lora") and section.lora is None
+    }
 
 
 def _frozen_in(kept: str) -> Change:

@@ -18,7 +18,7 @@ from rlhf.config.sections import (
     ShardingConfig,
 )
 from rlhf.errors import ModelError
-from rlhf.planning.arithmetic import SIZES, Arithmetic, Rows
+from rlhf.planning.arithmetic import SIZES, Arithmetic, Bytes, Rows
 from rlhf.planning.shapes import Shape, read_shape
 from rlhf.rewards.source import sources_in
 
@@ -45,15 +45,15 @@ class Role:
     how: Arithmetic
     base: str
     """The model and the way its weights are kept: roles with the same base that share it hold it once."""
-    weights: float
+    weights: Bytes
     """Bytes of its weights, without adapters; 0 where another role holds them."""
-    loaded: float
+    loaded: Bytes
     """Bytes of its weights while they are loaded."""
     kept: str = "auto"
     adapters: int = 0
     trained: int = 0
     """Trained parameters; 0 for a frozen model."""
-    size: float = 4.0
+    size: Bytes = 4.0
     """Bytes of a trained parameter."""
     optimizer: str = "adamw"
     has_head: bool = True
@@ -224,7 +224,7 @@ class _Planner:
             has_head=head,
         )
 
-    def frozen_bytes(self, shape: Shape, kept: str, *, head: bool, dtype: str, over: bool = False) -> float:
+    def frozen_bytes(self, shape: Shape, kept: str, *, head: bool, dtype: str, over: bool = False) -> Bytes:
         """Return the bytes of frozen weights; `over`: those below adapters."""
         wide = SIZES["float64"] if dtype == "float64" else SIZES["float32"]
         numbers = shape.parameters if head else shape.backbone
@@ -278,7 +278,9 @@ class _Planner:
             )
         score = None
         for path, source in self.reward_models(config):
-            roles.append(self.frozen("reward model", path, kept=getattr(source, "weights", "auto"), dtype=dtype, head=False))
+            roles.append(
+                self.frozen("reward model", path, kept=getattr(source, "weights", "auto"), dtype=dtype, head=False)
+            )
             scored = min(int(getattr(source, "micro_batch_size", SCORED_ROWS)), -(-step.rows // self.processes))
             score = replace(step.of(scored), read=1)
         share_of_step = step.of(max(1, -(-step.rows // self.processes)))

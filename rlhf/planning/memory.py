@@ -6,13 +6,13 @@ gradients from ZeRO-2 on, weights under ZeRO-3 (Rajbhandari et al. 2020, section
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rlhf.planning.arithmetic import (
     MOMENTS,
     SIZES,
-    Arithmetic,
+    Bytes,
     Head,
     Rows,
     activations,
@@ -47,7 +47,7 @@ class Item:
     phase: str
     role: str
     kind: str
-    bytes: float
+    bytes: Bytes
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Memory:
 
     items: tuple[Item, ...]
 
-    def of(self, phase: str) -> float:
+    def of(self, phase: str) -> Bytes:
         """Return the bytes of a phase."""
         return sum(item.bytes for item in self.items if item.phase == phase)
 
@@ -71,12 +71,12 @@ class Memory:
         return max(self.phases, key=self.of)
 
     @property
-    def peak(self) -> float:
+    def peak(self) -> Bytes:
         """Return the bytes of the peak."""
         return self.of(self.peak_phase)
 
 
-Parts = dict[tuple[str, str], float]  # bytes by role and kind
+Parts = dict[tuple[str, str], Bytes]  # bytes by role and kind
 
 
 def memory_of(layout: Layout) -> Memory:
@@ -99,7 +99,7 @@ def memory_of(layout: Layout) -> Memory:
     )
 
 
-def least_memory(layout: Layout) -> float:
+def least_memory(layout: Layout) -> Bytes:
     """Return the bytes without which a run cannot take a step: weights, gradients and moments, and nothing else."""
     planner = _Memory(layout)
     parts = planner.resting()
@@ -116,7 +116,7 @@ class _Memory:
     def stage(self) -> int:
         return self.layout.sharding.stage
 
-    def part(self, size: float, stage: int) -> float:
+    def part(self, size: Bytes, stage: int) -> Bytes:
         """Return a process's part of what is split from this ZeRO stage on."""
         return size / self.layout.processes if self.stage >= stage else size
 
@@ -127,10 +127,10 @@ class _Memory:
         held[role.name, "adapters"] = self.part(role.adapters * role.size, 3)
         return held
 
-    def gradients(self, role: Role) -> float:
+    def gradients(self, role: Role) -> Bytes:
         return self.part(role.trained * role.size, 2)
 
-    def moments(self, role: Role) -> float:
+    def moments(self, role: Role) -> Bytes:
         scale = max(role.size, SIZES["float32"]) / SIZES["float32"] if role.optimizer == "adamw" else 1.0
         size = self.part(role.trained * MOMENTS[role.optimizer] * scale, 1)
         return 0.0 if self.layout.sharding.offloads else size
@@ -207,14 +207,14 @@ class _Memory:
                 most = _larger(most, parts)
         return most
 
-    def head_without_gradient(self, role: Role, rows: Rows) -> float:
+    def head_without_gradient(self, role: Role, rows: Rows) -> Bytes:
         passing = head(role.shape, rows, replace(role.how, keeps_probabilities=False), trained=False)
         widened = 0.0
         if self.layout.device == "cpu" and role.weights < role.shape.parameters * role.how.wide and not role.trained:
             widened = role.shape.embedding * role.how.wide
         return passing.forward + widened
 
-    def casts(self, role: Role) -> float:
+    def casts(self, role: Role) -> Bytes:
         """Return the 16-bit copies of weights that are kept in more bits; of quantized ones a layer at a time."""
         if role.kept in ("int8", "nf4"):
             return role.shape.linear / role.shape.layers * role.how.low
@@ -234,7 +234,7 @@ class _Memory:
             before = dict(so_far)
             so_far[role.name, "gradients"] = self.gradients(role)
             for moment in self.moments_of_pass(role, rows):
-                is_first = moment.at_start and self.layout.passes == 1
+                is_first = moment.at_start and self.layout.passes == 1 and self.stage == 0
                 most = _larger(most, _added(before if is_first else so_far, moment.parts))
         return most
 
@@ -283,11 +283,3 @@ def _added(*many: Parts) -> Parts:
 
 def _larger(first: Parts, second: Parts) -> Parts:
     return second if sum(second.values()) > sum(first.values()) else first
-
-
-def largest(sizes: Sequence[float]) -> float:
-    """Return the largest of some sizes, 0 without any."""
-    return max(sizes, default=0.0)
-
-
-__all__ = ["KINDS", "PHASES", "Arithmetic", "Item", "Memory", "least_memory", "memory_of"]

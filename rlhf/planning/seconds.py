@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlhf.planning.arithmetic import Rows, forward_operations, pass_operations
+from rlhf.planning.arithmetic import Bytes, Rows, forward_operations, pass_operations
 from rlhf.planning.layout import Layout, Role
 
 FORWARD_AND_BACKWARD = 3.0  # passes: the gradients of inputs and of weights take one each
 FROZEN_BELOW = 2.0  # with adapters alone trained, the gradients of inputs
 
 
-def operations(layout: Layout) -> dict[str, float]:
+def operations(layout: Layout) -> dict[str, Bytes]:
     """Return the operations of a step of the run by phase, over all processes."""
     policy, step = layout.roles[0], layout.step
-    found: dict[str, float] = {}
+    found: dict[str, Bytes] = {}
     if layout.rollout is not None:
         found["rollout"] = _decoding(policy, step)
     if layout.annotate is not None and layout.rollout is not None:
@@ -24,17 +24,17 @@ def operations(layout: Layout) -> dict[str, float]:
     return found
 
 
-def _share(layout: Layout) -> float:
+def _share(layout: Layout) -> Bytes:
     """Return the share of a step's rows in one optimizer step."""
     return 1.0 / max(1, layout.minibatches)
 
 
-def _training(role: Role, rows: Rows) -> float:
+def _training(role: Role, rows: Rows) -> Bytes:
     passes = FORWARD_AND_BACKWARD if role.is_full else FROZEN_BELOW
     return (passes + role.checkpointed) * pass_operations(role.shape, rows, reads_logits=role.has_head)
 
 
-def _decoding(policy: Role, rows: Rows) -> float:
+def _decoding(policy: Role, rows: Rows) -> Bytes:
     """Return the operations of reading each prompt once and of drawing all tokens of all completions."""
     prompts = Rows(rows=rows.prompts, prompts=rows.prompts, prompt=rows.prompt, completion=0, read=1)
     tokens = rows.rows * rows.completion
@@ -42,7 +42,7 @@ def _decoding(policy: Role, rows: Rows) -> float:
     return pass_operations(policy.shape, prompts) + forward_operations(policy.shape, tokens, pairs, tokens)
 
 
-def seconds(operations_by_phase: Mapping[str, float], rates: Mapping[str, float]) -> dict[str, float] | None:
+def seconds(operations_by_phase: Mapping[str, Bytes], rates: Mapping[str, Bytes]) -> dict[str, Bytes] | None:
     """Return the seconds of each phase, operations / rate; None where the rate of a phase was not measured."""
     if any(phase not in rates for phase in operations_by_phase):
         return None
