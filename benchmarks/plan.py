@@ -81,9 +81,10 @@ SMALL = Model(256, 6, 1024, 8, 4, 4096)
 MEDIUM = Model(512, 8, 1408, 8, 2, 8192)
 WIDE = Model(768, 4, 2048, 12, 12, 16384, dtype="bfloat16")
 DEEP = Model(320, 16, 864, 10, 5, 6144, tied=False)
-NARROW = Model(384, 10, 1024, 6, 3, 12288, dtype="bfloat16")
-BROAD = Model(640, 6, 1728, 10, 2, 20480, tied=False)
-BIG_HEAD = Model(256, 4, 704, 4, 4, 32768, dtype="bfloat16")
+NARROW = Model(320, 6, 864, 5, 5, 8192, dtype="bfloat16")
+BROAD = Model(512, 3, 1376, 8, 2, 12288, tied=False)
+BIG_HEAD = Model(256, 3, 704, 4, 4, 24576, dtype="bfloat16")
+LONG = Model(256, 12, 688, 8, 4, 4096, tied=False)
 
 FITTED = (
     Case("sft medium", "sft", MEDIUM, {"batch.micro_batch_size": 8}, length=128),
@@ -101,38 +102,38 @@ FITTED = (
 BF16 = {"policy.dtype": "bfloat16"}
 LORA = {"policy.lora.r": 8}
 CASES = (
-    Case("sft narrow", "sft", NARROW, {"batch.micro_batch_size": 16}, length=96),
+    Case("sft narrow", "sft", NARROW, {"batch.micro_batch_size": 8}, length=96),
     Case("sft broad", "sft", BROAD, {"batch.micro_batch_size": 4}, length=256),
     Case("sft big head", "sft", BIG_HEAD, {"batch.micro_batch_size": 8}, length=160),
-    Case("sft deep bf16", "sft", DEEP, {"batch.micro_batch_size": 8, **BF16}, length=320),
-    Case("sft narrow lora", "sft", NARROW, {"batch.micro_batch_size": 16, **LORA}, length=128),
+    Case("sft deep bf16", "sft", LONG, {"batch.micro_batch_size": 8, **BF16}, length=288),
+    Case("sft narrow lora", "sft", NARROW, {"batch.micro_batch_size": 8, **LORA}, length=128),
     Case("sft broad lora bf16", "sft", BROAD, {"batch.micro_batch_size": 8, **LORA, **BF16}, length=192),
-    Case("sft deep checkpointed", "sft", DEEP, {"policy.gradient_checkpointing": True}, length=192),
+    Case("sft deep checkpointed", "sft", LONG, {"policy.gradient_checkpointing": True}, length=192),
     Case("sft broad sgd", "sft", BROAD, {"policy.optimizer": "sgd", "batch.micro_batch_size": 8}, length=128),
     Case("sft broad 8-bit moments", "sft", BROAD, {"policy.optimizer": "adamw_8bit"}, length=64),
     Case("dpo narrow", "dpo", NARROW, {"batch.micro_batch_size": 8}, length=160),
     Case("dpo broad lora", "dpo", BROAD, {"batch.micro_batch_size": 4, **LORA}, length=192),
-    Case("dpo deep bf16", "dpo", DEEP, {"batch.micro_batch_size": 4, **BF16}, length=192),
-    Case("orpo wide", "orpo", WIDE, {"batch.micro_batch_size": 4}, length=128),
+    Case("dpo deep bf16", "dpo", LONG, {"batch.micro_batch_size": 4, **BF16}, length=192),
+    Case("orpo wide", "orpo", BIG_HEAD, {"batch.micro_batch_size": 4}, length=128),
     Case("simpo narrow lora bf16", "simpo", NARROW, {"batch.micro_batch_size": 8, **LORA, **BF16}, length=128),
     Case("kto narrow", "kto", NARROW, {"batch.micro_batch_size": 8}, length=128),
     Case("reward model narrow", "reward", NARROW, {"batch.micro_batch_size": 8}, length=160),
     Case(
         "reward model broad bf16", "reward", BROAD, {"batch.micro_batch_size": 4, "model.dtype": "bfloat16"}, length=192
     ),
-    Case("reward model deep", "reward", DEEP, {"batch.micro_batch_size": 8}, length=96),
-    Case("grpo narrow", "grpo", NARROW, {"batch.micro_batch_size": 16}, length=48),
+    Case("reward model deep", "reward", LONG, {"batch.micro_batch_size": 8}, length=96),
+    Case("grpo narrow", "grpo", NARROW, {"batch.micro_batch_size": 8}, length=48),
     Case("grpo broad lora", "grpo", BROAD, {"batch.micro_batch_size": 8, **LORA}, prompt=64, length=48),
-    Case("grpo wide bf16", "grpo", WIDE, {"batch.micro_batch_size": 16, **BF16}, prompt=24, length=48),
+    Case("grpo wide bf16", "grpo", BIG_HEAD, {"batch.micro_batch_size": 8, **BF16}, prompt=24, length=48),
     Case(
-        "grpo deep without reference", "grpo", DEEP, {"reference.measure": False, "algorithm.kl.coef": 0.0}, length=40
+        "grpo deep without reference", "grpo", LONG, {"reference.measure": False, "algorithm.kl.coef": 0.0}, length=40
     ),
-    Case("rloo narrow", "rloo", NARROW, {"batch.micro_batch_size": 32}, prompt=16, length=64),
-    Case("ppo narrow", "ppo", NARROW, {"batch.micro_batch_size": 16}, length=48),
+    Case("rloo narrow", "rloo", NARROW, {"batch.micro_batch_size": 16}, prompt=16, length=64),
+    Case("ppo narrow", "ppo", NARROW, {"batch.micro_batch_size": 8}, length=48),
     Case("ppo broad lora", "ppo", BROAD, {"batch.micro_batch_size": 8, **LORA}, length=40),
-    Case("ppo narrow bf16", "ppo", NARROW, {"batch.micro_batch_size": 16, **BF16}, prompt=48, length=40),
-    Case("ppo wide shared", "ppo", WIDE, {"critic.shared": True, "batch.micro_batch_size": 16}, length=48),
-    Case("ppo medium reward model", "ppo", MEDIUM, {"critic.init": "policy"}, length=40, reward_model=NARROW),
+    Case("ppo narrow bf16", "ppo", NARROW, {"batch.micro_batch_size": 8, **BF16}, prompt=48, length=40),
+    Case("ppo wide shared", "ppo", BIG_HEAD, {"critic.shared": True, "batch.micro_batch_size": 8}, length=48),
+    Case("ppo narrow reward model", "ppo", NARROW, {"critic.init": "policy"}, length=40, reward_model=NARROW),
 )
 """Runs that were not looked at while the formulas were written."""
 
@@ -155,19 +156,19 @@ def tree(case: Case, folder: Path) -> dict[str, Any]:
     if case.algorithm == "reward":
         flat |= {"schedule.epochs": None, "data.preferences.path": str(folder / "pairs.jsonl")}
         flat |= {"data.preferences.max_tokens": case.length, "data.preferences.too_long": "truncate"}
-        flat |= {"batch.prompts_per_step": 16}
+        flat |= {"batch.prompts_per_step": 8}
     elif case.algorithm == "sft":
         flat |= {"data.sft.path": str(folder / "texts.jsonl"), "data.sft.max_tokens": case.length}
         flat |= {"data.sft.too_long": "truncate", "data.sft.learn": "all", "algorithm.preset": "sft"}
-        flat |= {"batch.prompts_per_step": 16}
+        flat |= {"batch.prompts_per_step": 8}
     elif case.algorithm in PREFERENCES:
         flat |= {"data.preferences.path": str(folder / "pairs.jsonl"), "data.preferences.max_tokens": case.length}
         flat |= {"data.preferences.too_long": "truncate", "algorithm.preset": case.algorithm}
-        flat |= {"batch.prompts_per_step": 16}
+        flat |= {"batch.prompts_per_step": 8}
     else:
         flat |= {"data.prompts.path": str(folder / "prompts.jsonl"), "data.prompts.first_tokens": case.prompt}
         flat |= {"data.prompts.max_prompt_tokens": case.prompt, "sampling.max_new_tokens": case.length}
-        flat |= {"algorithm.preset": case.algorithm, "batch.prompts_per_step": 16, "sampling.completions_per_prompt": 4}
+        flat |= {"algorithm.preset": case.algorithm, "batch.prompts_per_step": 8, "sampling.completions_per_prompt": 4}
         if case.reward_model is None:
             flat |= {"reward.source.type": "function", "reward.source.target": f"{folder / 'reward.py'}:score"}
         else:
@@ -199,7 +200,7 @@ def prepare(case: Case, folder: Path) -> None:
     def text(words: int) -> str:
         return " ".join(draw.choice(vocabulary) for _ in range(words))
 
-    tokenizer = train_tokenizer([text(40) for _ in range(200)], TOKENS)
+    tokenizer = train_tokenizer([text(40) for _ in range(60)], TOKENS)
     tokenizer.model_max_length = 4096
     for name, model, kind in (
         ("model", case.model, LlamaForCausalLM),
@@ -227,11 +228,11 @@ def prepare(case: Case, folder: Path) -> None:
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     long = 2 * case.length + 2 * case.prompt
     rows = {
-        "texts": [{"text": text(long)} for _ in range(96)],
-        "prompts": [{"prompt": text(long)} for _ in range(96)],
+        "texts": [{"text": text(long)} for _ in range(32)],
+        "prompts": [{"prompt": text(long)} for _ in range(32)],
         "pairs": [
             {"prompt": text(long), "chosen": text(case.length // 8), "rejected": text(case.length // 8)}
-            for _ in range(96)
+            for _ in range(32)
         ],
     }
     lengths = {"prompt": case.prompt, "completion": case.length}
