@@ -17,6 +17,7 @@ from rlhf.data.rows import BadRow
 from rlhf.data.tokenizer import Encoder, Rendered, left_pad, load_tokenizer, make_encoder, right_pad, shares_vocabulary
 from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.backbone import context_length, freeze
+from rlhf.models.scalar_adapters import load_adapted
 from rlhf.models.scalar_head import ScalarHeadModel, load_reward_heads
 from rlhf.runtime.engine import Engine
 from rlhf.types import Completions, Scores
@@ -69,16 +70,22 @@ class RewardModelSource:
         dtype: str = "float32",
         engine: Engine | None = None,
         chat: ChatFormat = OWN_TEMPLATE,
+        weights: str = "auto",
     ) -> RewardModelSource:
         """Load the reward model in a folder or under a hub id; where `engine` splits weights, its part of it.
 
-        `chat` is the format of the conversations that it was trained on.
+        `chat` is the format of the conversations that it was trained on. With `weights` other than auto an adapter is
+        not merged, and its base is shared with other models of the run.
 
         Raises:
             ModelError: the path is not a sequence-classification model with one label, or has no tokenizer.
         """
         tokenizer = load_tokenizer(path)
-        model = load_reward_heads(path, tokenizer, dtype=dtype, engine=engine)
+        if weights == "auto":
+            model = load_reward_heads(path, tokenizer, dtype=dtype, engine=engine)
+        else:
+            engine = engine or Engine(device)
+            model = load_adapted(path, tokenizer, None, weights=weights, new_head=None, dtype=dtype, engine=engine)
         if engine is None or not engine.splits_weights:
             model.to(device)
         return cls(

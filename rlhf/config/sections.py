@@ -383,6 +383,11 @@ class OnlineConfig(TrainSections):
     def _check_sections(self) -> OnlineConfig:
         old_log_probs = self.sampling.old_log_probs
         self.policy.check_trained("policy", self.policy.dtype, self.sharding, is_online=True)
+        if self.algorithm.policy_loss.searches and self.policy.rounds_trained:
+            raise ValueError(
+                "policy.weights is bfloat16, in which a step that is searched cannot be set exactly: set "
+                "policy.weights=auto, or train adapters (policy.lora.r=16)"
+            )
         self.reference.check_measured(self.algorithm)
         self.overlap.check_ahead(self.algorithm, old_log_probs)
         self.data.check_ptx(self.algorithm.ptx_coef)

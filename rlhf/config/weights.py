@@ -82,6 +82,11 @@ class TrainedWeightsConfig(WeightsConfig):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, which saves memory and takes more time."""
 
+    @property
+    def rounds_trained(self) -> bool:
+        """Return whether trained weights are kept in 16 bits, so that each step is rounded."""
+        return self.lora is None and self.weights not in self.precise
+
     def check_trained(self, section: str, dtype: Dtype, sharding: ShardingConfig, *, is_online: bool) -> None:
         """Check that weights kept like this can be trained; errors name the `section`."""
         self.check_kept(section, dtype, sharding)

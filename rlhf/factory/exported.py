@@ -14,14 +14,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config.load import dump, load_run
 from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.config.weights import Export
 from rlhf.data.paths import resolve_best
 from rlhf.data.tokenizer import locate_model
 from rlhf.errors import ConfigError, ModelError
 from rlhf.models.adapters import is_adapted
-from rlhf.models.backbone import CausalLM, merged_copy
-from rlhf.models.export import ExportDtype, Exported, Origin, export_model
-from rlhf.models.folders import member_folders, model_folder
+from rlhf.models.backbone import CausalLM, merged_copy, save_model
+from rlhf.models.export import ExportDtype, Exported, Origin, export_model, write_tokenizer
+from rlhf.models.folders import ADAPTER_FOLDER, member_folders, model_folder
 from rlhf.models.rounding import lost_change, names_at_start
+from rlhf.models.scalar_adapters import merged_classifier, save_adapter
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.models.weight_files import WeightFiles, local_folder, read_headers
 from rlhf.runtime.engine import Engine
@@ -36,11 +38,22 @@ def export_policy(
     engine: Engine,
     origin: Origin,
     dtype: ExportDtype,
+    kind: Export = "merged",
 ) -> None:
-    """Export the policy as an ordinary model, with adapters merged into a copy of the weights."""
+    """Export the policy: as an ordinary model, adapters merged into a copy of the weights, or as its adapter.
+
+    `kind` is the setting policy.export; with both, the adapter is in the folder `adapter` beside the model.
+    """
     state = engine.full_state(policy)
 
     def write() -> None:
+        if is_adapted(policy) and kind != "merged":
+            place = folder if kind == "adapter" else folder.parent / ADAPTER_FOLDER
+            save_model(policy, tokenizer, place, state)
+            write_tokenizer(tokenizer, place, origin)
+            if kind == "adapter":
+                _record_export(Exported(torch.float32, lost=0.0), "policy", dtype, folder)
+                return
         if is_adapted(policy):
             exported = export_model(merged_copy(policy, state), tokenizer, folder, origin=origin, dtype=dtype)
         else:
@@ -57,12 +70,25 @@ def export_scalar_head(
     engine: Engine,
     origin: Origin,
     dtype: ExportDtype,
+    kind: Export = "merged",
 ) -> None:
-    """Export a reward model as a folder that AutoModelForSequenceClassification can load."""
+    """Export a reward model as a folder that AutoModelForSequenceClassification can load, or as its adapter.
+
+    `kind` is the setting model.export; with both, the adapter is in the folder `adapter` beside the model.
+    """
     state = engine.full_state(model.classifier)
 
     def write() -> None:
-        exported = export_model(model.classifier, tokenizer, folder, origin=origin, dtype=dtype, state=state)
+        if model.adapter is not None and kind != "merged":
+            save_adapter(model, tokenizer, folder if kind == "adapter" else folder.parent / ADAPTER_FOLDER, state)
+            if kind == "adapter":
+                _record_export(Exported(torch.float32, lost=0.0), "model", dtype, folder)
+                return
+        if model.adapter is not None:
+            merged = merged_classifier(model, state)
+            exported = export_model(merged, tokenizer, folder, origin=origin, dtype=dtype)
+        else:
+            exported = export_model(model.classifier, tokenizer, folder, origin=origin, dtype=dtype, state=state)
         _record_export(exported, "model", dtype, folder)
 
     engine.ranks.on_main(write)

@@ -7,26 +7,32 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.sections import OnlineConfig, PolicyConfig, TrainConfig
-from rlhf.data.tokenizer import load_tokenizer, shares_vocabulary
+from rlhf.data.tokenizer import base_of_adapter, load_tokenizer, locate_model, shares_vocabulary
 from rlhf.errors import ConfigError
 from rlhf.factory.context import RunContext
 from rlhf.factory.exported import export_policy
 from rlhf.models.backbone import (
     CausalLM,
+    add_lora,
     check_vocabulary,
     enable_gradient_checkpointing,
     freeze,
     load_adapter,
     load_causal_lm,
     load_policy,
+    prepare_policy,
+    weight_dtype,
 )
-from rlhf.models.export import ExportDtype, Origin, read_origin
+from rlhf.models.bases import bases_of
+from rlhf.models.export import Origin, read_origin
 from rlhf.models.folders import CRITIC, MODEL, member_folders, model_folder
 from rlhf.models.policy_models import Ema, Models, SharedValueHead, keep_in_bfloat16
+from rlhf.models.scalar_adapters import load_adapted, load_adapter_weights
 from rlhf.models.scalar_head import ScalarHeadModel, load_reward_heads, load_scalar_head, single_head
+from rlhf.models.stored import store_weights
 from rlhf.models.text_config import text_config
 from rlhf.rewards.channels import writes_channels
 from rlhf.runtime.engine import Engine
@@ -57,17 +63,25 @@ def _load_or_resume(
     config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, resume: Path | None, engine: Engine
 ) -> CausalLM:
     start = model_folder(config.model)
-    if resume is None:
-        return load_policy(config, start, tokenizer, engine)
     if config.lora is None:
-        return load_policy(config, str(resume / MODEL), tokenizer, engine)
-    base = load_causal_lm(start, dtype=config.dtype, trust_remote_code=config.trust_remote_code, engine=engine)
-    check_vocabulary(base, tokenizer, start)
-    model = load_adapter(base, resume / MODEL)
-    if config.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
-    model.train()
-    return model
+        return load_policy(config, start if resume is None else str(resume / MODEL), tokenizer, engine)
+    adapter = continued_adapter(config)
+    base_path = start if adapter is None else base_of_adapter(adapter)
+    base = bases_of(engine).load(
+        base_path, config.weights, dtype=config.dtype, trust_remote_code=config.trust_remote_code
+    )
+    check_vocabulary(base, tokenizer, base_path)
+    folder = adapter if resume is None else resume / MODEL
+    model = add_lora(base, config.lora) if folder is None else load_adapter(base, folder)
+    return prepare_policy(model, config, tokenizer, base_path)
+
+
+def continued_adapter(config: PolicyConfig) -> Path | None:
+    """Return the folder of the adapter that the policy starts from and trains further; None if there is none."""
+    if config.lora is None or config.lora.start != "continue":
+        return None
+    location = locate_model(model_folder(config.model))
+    return Path(location.name) if location.is_adapter else None
 
 
 def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> Models:
@@ -98,7 +112,7 @@ def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: Pr
     if algorithm.value_loss is not None:
         if config.critic.shared:
             models.shared_head = engine.place(
-                SharedValueHead(text_config(policy).hidden_size, next(policy.parameters()).dtype)
+                SharedValueHead(text_config(policy).hidden_size, weight_dtype(config.policy.dtype))
             )
         else:
             with seeded_initialization(context.seed):
@@ -108,37 +122,74 @@ def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: Pr
 
 def adapter_off_is_reference(config: TrainConfig) -> bool:
     """Return whether the policy with its adapter disabled serves as the reference."""
-    return config.reference.model is None and config.policy.lora is not None
+    return (
+        config.reference.model is None and config.policy.lora is not None and continued_adapter(config.policy) is None
+    )
 
 
-def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> PreTrainedModel:
+def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> CausalLM:
     """Load the frozen reference, a model of its own."""
     path = model_folder(config.reference.model or config.policy.model)
-    trust = config.policy.trust_remote_code
-    model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=trust, engine=engine)
+    trust, weights = config.policy.trust_remote_code, reference_weights(config)
+    model: CausalLM
+    if weights == "auto":
+        model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=trust, engine=engine)
+    else:
+        location = locate_model(path)
+        base = base_of_adapter(Path(location.name)) if location.is_adapter else path
+        shared = bases_of(engine).load(base, weights, dtype=config.policy.dtype, trust_remote_code=trust)
+        model = load_adapter(shared, Path(location.name), trainable=False) if location.is_adapter else shared
     check_vocabulary(model, tokenizer, path)
     return freeze(model)
 
 
+def reference_weights(config: TrainConfig) -> str:
+    """Return how a reference of its own keeps its weights; if it is the adapter that the policy continues, as that."""
+    if config.reference.weights != "auto" or config.reference.model is not None:
+        return config.reference.weights
+    if continued_adapter(config.policy) is None:
+        return "auto"
+    return "float32" if config.policy.weights == "auto" else config.policy.weights
+
+
 def keep_reference_in_bfloat16(models: Models) -> None:
-    """Convert a separate reference's matrices to bfloat16 where that changes no result; see `keep_in_bfloat16`."""
-    if models.reference is not None and not models.engine.splits_weights:
+    """Convert a separate reference's matrices to bfloat16 where that changes no result; see `keep_in_bfloat16`.
+
+    One that shares its base with another model, or whose weights the configuration says how to keep, stays as it is.
+    """
+    is_ours = models.reference is not None and not bases_of(models.engine).holds(models.reference)
+    if models.reference is not None and is_ours and not models.engine.splits_weights:
         keep_in_bfloat16(models.reference, dtype=models.dtype, device=models.device)
 
 
 def _load_critic(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
-    path, is_new = _critic_start(config, context, tokenizer)
+    """Load the critic as `config.critic` describes it; from the checkpoint to resume from, if there is one."""
+    lora, resume = config.critic.lora, context.resume
+    saved = None if resume is None or not (resume / CRITIC).is_dir() else resume / CRITIC
+    if lora is None and saved is not None:
+        start, is_new = str(saved), False
+    else:
+        start, is_new = _critic_start(config, context, tokenizer)
     settings: dict[str, Any] = {
         "dtype": config.policy.dtype,
         "trust_remote_code": config.policy.trust_remote_code,
         "engine": context.engine,
     }
     seed, head = derive_seed(context.seed, "critic"), config.critic.head
-    critic = (
-        load_scalar_head(path, tokenizer, new_head=head, seed=seed, **settings)
-        if is_new
-        else single_head(load_reward_heads(path, tokenizer, **settings))
-    )
+    if lora is not None:
+        weights = config.critic.weights
+        new_head = head if is_new else None
+        critic = load_adapted(start, tokenizer, lora, weights=weights, new_head=new_head, seed=seed, **settings)
+        if saved is not None:
+            load_adapter_weights(critic, saved)
+    elif is_new:
+        critic = load_scalar_head(start, tokenizer, new_head=head, seed=seed, **settings)
+    else:
+        critic = single_head(load_reward_heads(start, tokenizer, **settings))
+    if lora is None and config.critic.weights != "auto":
+        store_weights(critic.classifier, config.critic.weights)
+    if config.critic.gradient_checkpointing:
+        enable_gradient_checkpointing(critic.classifier)
     critic.packing = config.policy.packing
     return critic.train()
 
@@ -149,8 +200,6 @@ def _critic_start(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
     Raises:
         ConfigError: critic.init names a reward model whose vocabulary differs from the policy's.
     """
-    if context.resume is not None and (context.resume / CRITIC).is_dir():
-        return str(context.resume / CRITIC), False
     init, start = config.critic.init, config.reward.source.critic_start
     policy = model_folder(config.policy.model)
     if init == "policy" or (init == "auto" and start is None):
@@ -196,8 +245,8 @@ def export(
     engine: Engine,
     *,
     origin: Origin,
-    dtype: ExportDtype,
+    config: PolicyConfig,
 ) -> None:
-    """Export the trained policy, or its moving average if there is one, as an ordinary model folder."""
+    """Export the trained policy, or its moving average if there is one, as `config` says."""
     with nullcontext() if ema is None else ema.applied():
-        export_policy(policy, tokenizer, folder, engine, origin, dtype)
+        export_policy(policy, tokenizer, folder, engine, origin, config.export_dtype, config.export)

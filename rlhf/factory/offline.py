@@ -283,7 +283,7 @@ def _build(config: OfflineConfig, context: RunContext) -> OfflineRun:
     evaluation.connect(session.recorder)
 
     def export_model(folder: Path) -> None:
-        export(models.policy, ema, tokenizer, folder, engine, origin=origin, dtype=config.policy.export_dtype)
+        export(models.policy, ema, tokenizer, folder, engine, origin=origin, config=config.policy)
 
     keep_best(context, session, lambda: evaluation.rows, export_model)
     return OfflineRun(

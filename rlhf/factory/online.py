@@ -219,8 +219,8 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
 def _make_export(
     config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, origin: Origin, built: _Models
 ) -> Callable[[Path], None]:
-    policy, ema, dtype = built.models.policy, built.ema, config.policy.export_dtype
-    return lambda folder: export(policy, ema, tokenizer, folder, context.engine, origin=origin, dtype=dtype)
+    policy, ema = built.models.policy, built.ema
+    return lambda folder: export(policy, ema, tokenizer, folder, context.engine, origin=origin, config=config.policy)
 
 
 def _assemble(

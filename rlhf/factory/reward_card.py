@@ -27,6 +27,7 @@ from rlhf.factory.exported import note_export
 from rlhf.factory.models import build_tokenizer
 from rlhf.models.backbone import context_length
 from rlhf.models.folders import MODEL, model_folder, write_members
+from rlhf.models.scalar_adapters import load_adapter_weights
 from rlhf.models.scalar_head import EnsembleHeadModel, ScalarHeadModel, load_reward_heads
 from rlhf.runtime.distributed import is_main_process
 from rlhf.runtime.seeding import derive_seed
@@ -108,9 +109,10 @@ def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
     note_export(built.run.session)
     if built.eval_pairs is None:
         return {}
+    model = built.model
     if not built.splits_weights and built.run.session.ranks.on_main(lambda: _is_rounded(folder)):
-        _load_weights(built, folder.path)  # rounded
-    card = _report_card(config, built.model, built.tokenizer, built.pairs, built.eval_pairs)
+        model = _exported_model(built, folder.path)
+    card = _report_card(config, model, built.tokenizer, built.pairs, built.eval_pairs)
     built.run.session.ranks.on_main(lambda: folder.write_report_card(card))
     return card
 
@@ -137,8 +139,20 @@ def _restore_best(built: RewardModelRun) -> None:
         _load_weights(built, best)
 
 
+def _exported_model(built: RewardModelRun, path: Path) -> ScalarHeadModel:
+    """Return the model with the weights as they were rounded for the export."""
+    if built.model.adapter is not None:
+        exported, _ = _load_trained(built.config, str(path))
+        return exported.to(next(built.model.parameters()).device)
+    _load_weights(built, path)
+    return built.model
+
+
 def _load_weights(built: RewardModelRun, path: Path) -> None:
     """Put the weights of a saved reward model into the run's."""
+    if built.model.adapter is not None:
+        load_adapter_weights(built.model, Path(model_folder(str(path))))
+        return
     saved, _ = _load_trained(built.config, str(path))
     built.model.classifier.load_state_dict(saved.classifier.state_dict())
 

@@ -28,7 +28,9 @@ from rlhf.models.backbone import context_length, enable_gradient_checkpointing
 from rlhf.models.folders import MODEL, model_folder
 from rlhf.models.logprobs import FastWays, of_bodies
 from rlhf.models.saving import save_scalar_head
+from rlhf.models.scalar_adapters import load_adapted, load_adapter_weights
 from rlhf.models.scalar_head import EnsembleHeadModel, ScalarHeadModel, as_ensemble, load_reward_heads, load_scalar_head
+from rlhf.models.stored import store_weights
 from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import Engine, TrainableModel
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
@@ -70,7 +72,7 @@ def _build(config: RewardModelConfig, context: RunContext) -> RewardModelRun:
     )
     _check_best(config, context)
     keep_best(context, session, lambda: evaluation.rows, save_model)
-    dtype = config.model.export_dtype
+    dtype, kind = config.model.export_dtype, config.model.export
     run = OfflineRun(
         batch=config.batch,
         schedule=config.schedule,
@@ -81,7 +83,7 @@ def _build(config: RewardModelConfig, context: RunContext) -> RewardModelRun:
         trained=trained,
         ema=None,
         tokens=count_tokens,
-        export=lambda folder: export_scalar_head(model, tokenizer, folder, engine, origin, dtype),
+        export=lambda folder: export_scalar_head(model, tokenizer, folder, engine, origin, dtype, kind),
     )
     first_pairs, splits_weights = partial(_first_pairs, stream), engine.splits_weights
     return RewardModelRun(run, config, model, tokenizer, first_pairs, eval_pairs, splits_weights)
@@ -156,7 +158,9 @@ def _check_best(config: RewardModelConfig, context: RunContext) -> None:
 
 
 def _build_model(config: RewardModelConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
-    path = str(context.resume / MODEL) if context.resume else model_folder(config.model.model)
+    # Adapters come back onto the base that they started from; a model that is trained whole is in the checkpoint.
+    is_whole = context.resume is not None and config.model.lora is None
+    path = str(context.resume / MODEL) if context.resume and is_whole else model_folder(config.model.model)
     with seeded_initialization(context.seed):
         model = _load_model(config, context, path, tokenizer)
     context.identify_model("model.model", config.model.model)
@@ -174,15 +178,21 @@ def _load_model(
         "trust_remote_code": config.model.trust_remote_code,
         "engine": context.engine,
     }
-    if context.resume:
+    lora, weights, how = config.model.lora, config.model.weights, config.ensemble
+    member = how.number("head")
+    seed = derive_seed(context.seed, "reward model", *(() if member is None else ("member", member)))
+    if lora is not None:
+        model = load_adapted(path, tokenizer, lora, weights=weights, new_head="normal", seed=seed, **settings)
+    elif context.resume:
         model = load_reward_heads(path, tokenizer, **settings)
     else:
-        member = config.ensemble.number("head")
-        seed = derive_seed(context.seed, "reward model", *(() if member is None else ("member", member)))
         model = load_scalar_head(path, tokenizer, new_head="normal", seed=seed, **settings)
-        if config.ensemble.is_shared:
-            same_head = "head" not in config.ensemble.varied
-            model = as_ensemble(model, size=config.ensemble.size, seed=seed, same_head=same_head)
+    if how.is_shared and (lora is not None or not context.resume):
+        model = as_ensemble(model, size=how.size, seed=seed, same_head="head" not in how.varied)
+    if lora is not None and context.resume:
+        load_adapter_weights(model, context.resume / MODEL)
+    if lora is None and weights != "auto":
+        store_weights(model.classifier, weights)
     model.packing = config.model.packing
     return model
 

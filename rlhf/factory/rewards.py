@@ -87,9 +87,13 @@ def _load_model(config: ModelSource, context: SourceContext, *, engine: Engine) 
     dtype = usable_dtype(config.dtype, engine.device)
     if dtype != config.dtype:
         context.warn(fallback_note("reward.source.dtype"))
+    if config.weights not in ("auto", "float32") and engine.sharding.uses_deepspeed:
+        raise ConfigError(
+            f"source.weights is {config.weights}, which DeepSpeed does not split: set sharding=ddp, or weights=auto"
+        )
     members = member_folders(config.path)
     if members:
-        single = ModelSource(path="", micro_batch_size=config.micro_batch_size, dtype=dtype)
+        single = ModelSource(path="", micro_batch_size=config.micro_batch_size, dtype=dtype, weights=config.weights)
         sources = [
             _load_model(single.model_copy(update={"path": str(member)}), context, engine=engine) for member in members
         ]
@@ -103,9 +107,10 @@ def _load_model(config: ModelSource, context: SourceContext, *, engine: Engine) 
         dtype=dtype,
         engine=engine,
         chat=load_chat_format(resolve_best(config.path)),
+        weights=config.weights,
     )
     source.model = engine.freeze("reward", source.model)
-    if not engine.splits_weights:
+    if not engine.splits_weights and config.weights == "auto":
         keep_in_bfloat16(source.model, dtype=dtype, device=engine.device)
     if source.note:
         context.warn(source.note)

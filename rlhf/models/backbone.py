@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -30,6 +28,8 @@ from rlhf.data.tokenizer import (
 )
 from rlhf.errors import ModelError
 from rlhf.models.adapters import base_model, is_adapted
+from rlhf.models.lora import peft_settings, quiet_peft, train_saved_modules
+from rlhf.models.stored import make_dense, store_weights
 from rlhf.models.text_config import text_config
 from rlhf.models.weight_files import load_split, local_folder
 from rlhf.runtime.engine import Engine
@@ -192,16 +192,27 @@ def load_policy(
         ModelError: the model cannot be loaded, or has no embedding for a token of `tokenizer`.
     """
     model = load_causal_lm(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, engine=engine)
-    check_vocabulary(model, tokenizer, path)
+    if config.weights != "auto":
+        store_weights(model, config.weights)
     if config.lora is not None:
-        model = add_lora(model, config.lora)
+        return prepare_policy(add_lora(model, config.lora), config, tokenizer, path)
+    return prepare_policy(model, config, tokenizer, path)
+
+
+def prepare_policy(model: CausalLM, config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, path: str) -> CausalLM:
+    """Check a loaded policy, with its adapters, against the tokenizer, and set it up for training.
+
+    Raises:
+        ModelError: it has no embedding for a token of `tokenizer`.
+    """
+    check_vocabulary(model, tokenizer, path)
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     model.train()
     return model
 
 
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+def check_vocabulary(model: CausalLM, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Check that the model has an embedding for every id that `tokenizer` makes of text; none is ever added.
 
     Raises:
@@ -221,28 +232,24 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> CausalLM:
     """Add trainable LoRA adapters to the model and freeze all its other weights."""
-    from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
-    target = config.target_modules
-    adapter = PeftLoraConfig(
-        r=config.r,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
-        lora_dropout=0.0,
-        target_modules=target if isinstance(target, str) else list(target),
-        task_type="CAUSAL_LM",
-    )
-    with _quiet_peft():
-        return cast(CausalLM, get_peft_model(model, adapter))
+    with quiet_peft():
+        adapted = cast(CausalLM, get_peft_model(model, peft_settings(model, config, "CAUSAL_LM")))
+    train_saved_modules(adapted)
+    return adapted
 
 
-def load_adapter(base: PreTrainedModel, folder: Path) -> CausalLM:
-    """Load the adapter saved in `folder` onto the base model, trainable.
+def load_adapter(base: PreTrainedModel, folder: Path, *, trainable: bool = True) -> CausalLM:
+    """Load the adapter saved in `folder` onto the base model, trainable or frozen.
 
     Raises:
         ModelError: the adapter cannot be loaded.
     """
-    return cast(CausalLM, _adapted(base, folder, trainable=True))
+    adapted = cast(CausalLM, _adapted(base, folder, trainable=trainable))
+    if trainable:
+        train_saved_modules(adapted)
+    return adapted
 
 
 def enable_gradient_checkpointing(model: CausalLM) -> None:
@@ -290,7 +297,7 @@ def save_model(
     """
     # No row is ever added to an embedding; "auto" would look for the config.json of the base, if need be on the hub.
     options: dict[str, Any] = {"save_embedding_layers": False} if is_adapted(model) else {}
-    with _quiet_peft():
+    with quiet_peft():
         model.save_pretrained(folder, state_dict=state, **options)
     tokenizer.save_pretrained(folder)
 
@@ -337,19 +344,10 @@ def _adapted(base: nn.Module, folder: Path, *, trainable: bool) -> PeftModel:
     from peft import PeftModel as Peft
 
     try:
-        with _quiet_peft():
+        with quiet_peft():
             return Peft.from_pretrained(cast(PreTrainedModel, base), str(folder), is_trainable=trainable)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load the adapter in {str(folder)!r}: {_first_line(error)}") from error
-
-
-@contextmanager
-def _quiet_peft() -> Iterator[None]:
-    """Silence peft 0.21's warnings about a renamed property and the weight layout of GPT-2."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False", category=UserWarning)
-        yield
 
 
 def merged_copy(model: CausalLM, state: dict[str, Tensor] | None) -> PreTrainedModel:
@@ -358,7 +356,7 @@ def merged_copy(model: CausalLM, state: dict[str, Tensor] | None) -> PreTrainedM
     `state` holds the whole weights where this process has only a part of them.
     """
     if state is None:
-        duplicate = copy.deepcopy(model)
+        duplicate = make_dense(copy.deepcopy(model))
     else:
         base = base_model(model)
         plain = AutoModelForCausalLM.from_config(base.config, dtype=next(iter(state.values())).dtype)
@@ -367,7 +365,7 @@ def merged_copy(model: CausalLM, state: dict[str, Tensor] | None) -> PreTrainedM
         if is_adapted(model):
             from peft import get_peft_model
 
-            with _quiet_peft():
+            with quiet_peft():
                 duplicate = get_peft_model(plain, copy.deepcopy(model.peft_config["default"]))
         duplicate.load_state_dict(state)
     return cast(PreTrainedModel, duplicate.merge_and_unload()) if is_adapted(duplicate) else duplicate

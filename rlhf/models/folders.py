@@ -16,6 +16,7 @@ from rlhf.tracking.run_folder import write_atomically
 
 MODEL = "model"  # the trained model, in a run folder and in each checkpoint
 CRITIC = "critic"
+ADAPTER_FOLDER = "adapter"  # beside the model of a run that exports both
 MEMBERS = "ensemble.json"  # in a folder of separate reward models: the paths of the members, relative to the folder
 
 

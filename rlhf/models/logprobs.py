@@ -510,7 +510,10 @@ class _LinearStatistics(torch.autograd.Function):
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         matrix = cast_weight(weight, hidden.dtype)
         d_hidden = torch.empty_like(hidden) if to_hidden else None
-        d_weight = torch.zeros_like(weight) if to_weight else None
+        # Sums over chunks are in float32 also for a weight that is trained in 16 bits.
+        d_weight = (
+            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if to_weight else None
+        )
         d_bias = torch.zeros_like(bias) if to_bias else None
         for number, part in enumerate(_chunks(len(ids), ctx.size)):
             if number < len(kept):
@@ -525,7 +528,7 @@ class _LinearStatistics(torch.autograd.Function):
             d_logits.scatter_add_(1, ids[part, None], d_logprobs[part, None])
             d_logits = d_logits.div_(ctx.temperature).to(hidden.dtype)
             _add_chunk((d_hidden, d_weight, d_bias), d_logits, hidden, matrix, part)
-        return d_hidden, d_weight, d_bias, None, None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias, None, None, None, None
 
 
 def _add_chunk(

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import starmap
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional
 
 from rlhf.algo.kl import kl_of_distributions
 from rlhf.batching import on_host, place_live, select_live
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, autocast, body_of, weight_dtype
-from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.kernels.llama.forward import predictor_states, supports_fused
 from rlhf.models.kernels.packing import (
     pack_for,
@@ -45,6 +42,7 @@ from rlhf.models.logprobs import (
     output_head,
 )
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values
+from rlhf.models.stored import round_matrices, store_exact_matrices
 from rlhf.objective import Outputs
 from rlhf.runtime.engine import Engine
 from rlhf.types import Completions, Demonstrations
@@ -335,7 +333,7 @@ class Ema:
     def update(self) -> None:
         """Update the average: shadow <- decay * shadow + (1 - decay) * live."""
         for name, parameter in self._live.items():
-            self.shadow[name].lerp_(self.engine.part(parameter), 1.0 - self.decay)
+            self.shadow[name].lerp_(self.engine.part(parameter).to(self.shadow[name].dtype), 1.0 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -360,7 +358,11 @@ class Ema:
             return self.engine.owned_weights(self.module, trained_only=True)
 
     def _parts(self) -> dict[str, Tensor]:
-        return {name: self.engine.part(p).clone() for name, p in self._live.items()}
+        """Return copies of the weights, in float32 also of those that are trained in 16 bits."""
+        parts = {name: self.engine.part(p) for name, p in self._live.items()}
+        return {
+            name: part.to(torch.promote_types(part.dtype, torch.float32), copy=True) for name, part in parts.items()
+        }
 
     @torch.no_grad()
     def _copy(self, source: dict[str, Tensor]) -> None:
@@ -389,67 +391,3 @@ def keep_in_bfloat16(model: CausalLM | ScalarHeadModel, *, dtype: str, device: t
     with autocast(dtype, device):
         takes_varlen(body)
     return round_matrices(body)
-
-
-@torch.no_grad()
-def round_matrices(body: nn.Module) -> int:
-    """Convert to bfloat16 the matrices of a frozen `body` that only linear layers hold; return the bytes saved."""
-    saved, holders = 0, holders_of_weights(body, (nn.Linear,))
-    while holders:  # an entry at a time goes: it keeps the weight as it was
-        weight, parts = holders.popitem()
-        stored = weight.to(torch.bfloat16)
-        _store(stored, parts)
-        saved += weight.nbytes - stored.nbytes
-    return saved
-
-
-@torch.no_grad()
-def store_exact_matrices(module: nn.Module) -> int:
-    """Store in bfloat16 the matrices of linear layers and embeddings that it has exactly; return the bytes saved.
-
-    Each is widened again for every product, so that the memory of one at a time is needed, and the product is the same.
-    """
-    saved, holders = 0, holders_of_weights(module, tuple(WIDENED))
-    while holders:
-        weight, parts = holders.popitem()
-        stored = weight.to(torch.bfloat16)
-        if not torch.equal(stored.to(weight.dtype), weight):
-            continue
-        _store(stored, parts)
-        saved += weight.nbytes - stored.nbytes
-        for part in parts:  # not a subclass: the families know plain layers
-            vars(part)["forward"] = partial(WIDENED[type(part)], part, weight.dtype)
-    return saved
-
-
-def holders_of_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> dict[Tensor, list[nn.Module]]:
-    """Find the weights of a frozen module that only layers of these kinds hold, with those layers."""
-    others = [part for part in module.modules() if type(part) not in kinds]
-    elsewhere = {weight for part in others for weight in part._parameters.values()}
-    holders: dict[Tensor, list[nn.Module]] = {}
-    for part in module.modules():
-        weight = part._parameters.get("weight") if type(part) in kinds else None
-        if weight is not None and weight.dtype not in HALF_DTYPES and weight not in elsewhere:
-            assert not weight.requires_grad, "a weight that is trained keeps its float32"
-            holders.setdefault(weight, []).append(part)
-    return holders
-
-
-def _store(weight: Tensor, parts: Sequence[nn.Module]) -> None:
-    parameter = nn.Parameter(weight, requires_grad=False)
-    for part in parts:
-        part.weight = parameter
-
-
-def _widened_product(part: nn.Linear, dtype: torch.dtype, x: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape E"]:
-    """Compute a linear layer whose weight is stored in fewer bits than x has; `dtype` was the weight's."""
-    del dtype
-    return functional.linear(x, part.weight.to(x.dtype), part.bias)
-
-
-def _widened_rows(part: nn.Embedding, dtype: torch.dtype, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape D"]:
-    """Read rows that are stored in fewer bits than `dtype`, which the weight had."""
-    return functional.embedding(ids, part.weight).to(dtype)
-
-
-WIDENED: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Linear: _widened_product, nn.Embedding: _widened_rows}

@@ -14,6 +14,7 @@ from rlhf.models.backbone import CausalLM, save_model
 from rlhf.models.export import Origin, export_model, save_in_parts, write_parts, write_tokenizer
 from rlhf.models.folders import CRITIC, MODEL
 from rlhf.models.policy_models import Models
+from rlhf.models.scalar_adapters import save_adapter
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.models.weight_files import is_split
 from rlhf.runtime.engine import Engine
@@ -46,10 +47,13 @@ def save_policy(
 
 
 def save_scalar_head(model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, folder: Path, engine: Engine) -> None:
-    """Save a critic or a reward model with its exact weights."""
-    if engine.splits_weights and is_split(model.classifier):
+    """Save a critic or a reward model with its exact weights, as an adapter if it has one."""
+    if model.adapter is None and engine.splits_weights and is_split(model.classifier):
         engine.ranks.on_main(lambda: model.save_settings(tokenizer, folder))
         write_parts(model.classifier, folder, engine)
         return
     state = engine.full_state(model.classifier)
+    if model.adapter is not None:
+        engine.ranks.on_main(lambda: save_adapter(model, tokenizer, folder, state))
+        return
     engine.ranks.on_main(lambda: model.save(tokenizer, folder, state))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ class ScalarHeadModel(nn.Module):
         super().__init__()
         self.classifier = classifier
         self.packing: Packing = "auto"
+        self.adapter: Any = None  # of rlhf.models.scalar_adapters, where adapters are trained
 
     @property
     def head(self) -> nn.Linear:
@@ -179,18 +182,20 @@ def load_scalar_head(
         ModelError: the model cannot be loaded, or has no scalar head where one is expected.
     """
     location = locate_model(path)
-    if location.gguf is not None or (location.is_adapter and not _adapts_classifier(Path(location.name))):
+    if location.gguf is not None or (location.is_adapter and not adapts_classifier(Path(location.name))):
         if new_head is None:
-            raise _no_reward_model(path)
+            raise no_reward_model(path)
         causal = load_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
         classifier = _on_backbone_of(causal, path)
     elif location.is_adapter:
-        base = base_of_adapter(Path(location.name))
-        classifier = _load_classifier(base, dtype=dtype, trust_remote_code=trust_remote_code)
-        classifier = merge_adapter(classifier, Path(location.name))
+        folder = Path(location.name)
+        described = adapter_settings(folder)
+        base = base_of_adapter(folder)
+        classifier = _load_classifier(base, dtype=dtype, trust_remote_code=trust_remote_code, settings=described)
+        classifier = merge_adapter(classifier, folder)
     else:
         if new_head is None and not _has_scalar_head(load_model_config(path, trust_remote_code=trust_remote_code)):
-            raise _no_reward_model(path)
+            raise no_reward_model(path)
         classifier = _load_classifier(
             path, dtype=dtype, trust_remote_code=trust_remote_code, engine=engine, new_head=new_head
         )
@@ -210,8 +215,11 @@ def _load_classifier(
     trust_remote_code: bool,
     engine: Engine | None = None,
     new_head: HeadInit | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> PreTrainedModel:
     config = load_model_config(path, trust_remote_code=trust_remote_code)
+    for name, value in settings.items():
+        setattr(config, name, value)
     config.num_labels = ensemble_size(config) if new_head is None else 1
     try:
         if engine is not None and engine.splits_weights:
@@ -229,11 +237,11 @@ def _load_classifier(
             locate_model(path).name, config=config, dtype=weight_dtype(dtype), trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise _cannot_load(path, config, error) from error
+        raise cannot_load(path, config, error) from error
     return classifier
 
 
-def _cannot_load(path: str, config: HfConfig, error: Exception) -> ModelError:
+def cannot_load(path: str, config: HfConfig, error: Exception) -> ModelError:
     """Build the error of a classifier that cannot be loaded; transformers lists every class that it has."""
     if not str(error).startswith("Unrecognized configuration class"):
         return ModelError(f"cannot load a scalar-head model from {path!r}: {error}")
@@ -251,7 +259,7 @@ def _on_backbone_of(causal: PreTrainedModel, path: str) -> PreTrainedModel:
     try:
         classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=causal.dtype)
     except ValueError as error:
-        raise _cannot_load(path, config, error) from error
+        raise cannot_load(path, config, error) from error
     classifier.base_model.load_state_dict(causal.base_model.state_dict(), assign=True)
     return classifier
 
@@ -263,13 +271,29 @@ def _check_head(classifier: PreTrainedModel, path: str) -> None:
         )
 
 
-def _adapts_classifier(folder: Path) -> bool:
+def adapts_classifier(folder: Path) -> bool:
+    """Return whether the adapter in `folder` is that of a sequence classifier."""
     settings: dict[str, object] = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
     return settings.get("task_type") == "SEQ_CLS"
 
 
-def _no_reward_model(path: str) -> ModelError:
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """Read the calibration and the number of heads that an adapter's folder has beside it; empty where it has none."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    return {name: settings[name] for name in ADAPTER_KEEPS if name in settings}
+
+
+def no_reward_model(path: str) -> ModelError:
+    """Build the error of a model without a scalar head."""
     return ModelError(f"{path!r} is not a reward model (no sequence-classification head with one label)")
+
+
+def has_scalar_head(path: str) -> bool:
+    """Return whether the folder or hub id `path` is a reward model."""
+    return _has_scalar_head(load_model_config(path))
 
 
 def _has_scalar_head(config: object) -> bool:
@@ -294,6 +318,7 @@ def initialize_head(head: nn.Linear, how: HeadInit, seed: int) -> None:
 
 
 ENSEMBLE_SIZE = "ensemble_size"
+ADAPTER_KEEPS = (ENSEMBLE_SIZE, "score_mean", "score_std")  # of a classifier's configuration, beside its adapter
 
 
 class EnsembleHeadModel(ScalarHeadModel):
@@ -400,7 +425,7 @@ def as_ensemble(model: ScalarHeadModel, *, size: int, seed: int, same_head: bool
     classifier.config.num_labels = size
     setattr(classifier.config, ENSEMBLE_SIZE, size)
     ensemble = EnsembleHeadModel(classifier)
-    ensemble.packing = model.packing
+    ensemble.packing, ensemble.adapter = model.packing, model.adapter
     return ensemble
 
 

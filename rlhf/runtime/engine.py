@@ -25,6 +25,7 @@ from rlhf.runtime.device import choose_device
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed, in_buckets, init_distributed, world_size_from_env
 from rlhf.runtime.memory import keep_memory, make_memory_profiler
 from rlhf.runtime.optimizers import load_optimizer_state, make_optimizer, optimizer_state
+from rlhf.runtime.stochastic_rounding import StochasticRounding
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -82,7 +83,11 @@ class LocalModel:
         self.ranks = ranks
         self.named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
-        self.optimizer = make_optimizer(self.parameters, config)
+        self.optimizer: torch.optim.Optimizer | StochasticRounding = (
+            StochasticRounding(self.named, config, make_optimizer, key=name)
+            if any(parameter.dtype == torch.bfloat16 for parameter in self.parameters)
+            else make_optimizer(self.parameters, config)
+        )
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of `loss`; sum it over the ranks while the `last` call computes it."""
@@ -114,11 +119,16 @@ class LocalModel:
 
     def state(self) -> dict[str, Any]:
         """Return the optimizer state by parameter name."""
+        if isinstance(self.optimizer, StochasticRounding):
+            return self.optimizer.saved_state()
         return optimizer_state(self.optimizer, self.named, self.config.optimizer)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the optimizer state that `state` returned."""
-        load_optimizer_state(self.optimizer, self.named, state, self.config.optimizer)
+        if isinstance(self.optimizer, StochasticRounding):
+            self.optimizer.load_saved_state(state)
+        else:
+            load_optimizer_state(self.optimizer, self.named, state, self.config.optimizer)
 
 
 def _scale_gradients(parameters: Sequence[nn.Parameter], max_norm: float, norm: float) -> None:

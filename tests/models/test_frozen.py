@@ -15,8 +15,9 @@ from rlhf.models.kernels.cast import cast_weight, weights_cast_once
 from rlhf.models.kernels.llama.forward import supports_fused
 from rlhf.models.kernels.packing import packing_unsupported_reason
 from rlhf.models.logprobs import completion_outputs
-from rlhf.models.policy_models import keep_in_bfloat16, round_matrices, store_exact_matrices
+from rlhf.models.policy_models import keep_in_bfloat16
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores
+from rlhf.models.stored import round_matrices, store_exact_matrices
 
 CPU = torch.device("cpu")
 BATCH = ragged()

@@ -17,13 +17,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rlhf.config.weights import LoraConfig
 from rlhf.models import logprobs
-from rlhf.models.backbone import CausalLM, _quiet_peft, add_lora, body_of, enable_gradient_checkpointing
+from rlhf.models.backbone import CausalLM, add_lora, body_of, enable_gradient_checkpointing
 from rlhf.models.kernels.llama import forward as lean
 from rlhf.models.kernels.llama.elementwise import rotate
 from rlhf.models.kernels.llama.families import Norm, read_layers
 from rlhf.models.kernels.llama.forward import predictor_states, rms_norm, supports_fused
 from rlhf.models.kernels.packing import pack, packed_inputs, packing_unsupported_reason
 from rlhf.models.logprobs import TokenOutputs, completion_outputs
+from rlhf.models.lora import quiet_peft
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores
 from rlhf.types import Completions
 
@@ -202,7 +203,7 @@ def test_adapters_that_are_more_than_a_product_are_left_to_their_modules() -> No
     assert supports_fused(body_of(adapted("llama")))
     for change in ({"lora_dropout": 0.1}, {"use_dora": True}):
         config = PeftLoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", **change)
-        with _quiet_peft():
+        with quiet_peft():
             model = get_peft_model(tiny(), config)
         assert not supports_fused(body_of(model))
 

@@ -1,6 +1,6 @@
 """Matrix products in 16 bits: each weight cast once per optimizer step and, on a CPU, few distinct shapes.
 
-Frozen matrices that are stored in 16 bits to save memory are widened for each product instead.
+Frozen matrices that are stored in 16 bits or fewer to save memory are widened for each product instead.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from rlhf.models.kernels.quantized import QuantizedLinear
 
 ROW_MULTIPLE = 64
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -65,12 +67,14 @@ def _forget_casts(*_: object) -> None:
         casts.clear()
 
 
-def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_weight(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
     """Return `weight` in `dtype`: unchanged if it has it, else the copy that `weights_cast_once` keeps.
 
     A weight that ZeRO-3 has gathered is cast each time, as is one that is stored in 16 bits and computes in more: to
     keep its copy would undo the sharding, or the saving.
     """
+    if isinstance(weight, QuantizedLinear):  # the layer stands for its weight, whose numbers nobody keeps
+        return weight.dense(dtype)
     if weight.dtype == dtype:
         return weight
     casts = _CASTS  # read once: a sampler in another thread may open and close the context meanwhile

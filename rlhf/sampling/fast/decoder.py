@@ -22,8 +22,10 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from rlhf.batching import widen
 from rlhf.models.adapters import base_model, is_adapted, is_lora_linear
 from rlhf.models.backbone import CausalLM
+from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.kernels.llama.elementwise import rotate
 from rlhf.models.kernels.llama.families import Layer, Norm, Projection, norm_of, read_layers
+from rlhf.models.kernels.quantized import is_linear
 from rlhf.models.text_config import attention_window, text_config
 from rlhf.runtime.device import cpu_has_bfloat16_products
 from rlhf.sampling.fast.kv_cache import KVCache, StepCache, UnsupportedModel, prefill
@@ -176,7 +178,7 @@ class FusedDecoder:
         self.heads = config.num_attention_heads
         self.groups = config.num_key_value_heads
         layers = _described_layers(inner)
-        self.dtype = low or layers[0].output.linear.weight.dtype  # of the products, and of the cache on a GPU
+        self.dtype = low or inner.norm.weight.dtype  # of the products, and of the cache on a GPU
         self.tables = {
             angles: _rope_table(inner, angles, positions) for angles in {layer.rope_kind for layer in layers}
         }
@@ -325,7 +327,7 @@ def _rope_types(config: Any) -> set[str]:
 
 def _rope_table(body: Any, angles: str | None, positions: int) -> tuple[Tensor, Tensor]:
     """Compute the RoPE cosines and sines of all positions."""
-    weight = body.embed_tokens.weight.detach()
+    weight = _wide(body.embed_tokens.weight.detach()[:1])
     position_ids = torch.arange(positions, device=weight.device)
     cos, sin = body.rotary_emb(weight[:1, None], position_ids[None], *([] if angles is None else [angles]))
     half = cos.shape[-1] // 2
@@ -333,22 +335,26 @@ def _rope_table(body: Any, angles: str | None, positions: int) -> tuple[Tensor, 
 
 
 def _is_linear(module: Any) -> bool:
-    if type(module) is nn.Linear:
+    if is_linear(module):
         return True
-    if not is_lora_linear(module) or type(module.base_layer) is not nn.Linear:
+    if not is_lora_linear(module) or not is_linear(module.base_layer):
         return False
     return not any(module.use_dora.values()) and not module.disable_adapters and not any(module.lora_bias.values())
 
 
 def _weight(module: Any) -> Tensor:
-    """Return the module's weight with the active adapters added."""
-    if type(module) is nn.Linear:
-        return module.weight.detach()
-    weight: Tensor = module.base_layer.weight.detach()
+    """Return the module's weight with the active adapters added, widened to float32 if it is stored in 16 bits."""
+    if is_linear(module):
+        return _wide(module.weight.detach())
+    weight: Tensor = _wide(module.base_layer.weight.detach())
     for name in () if module.merged else module.active_adapters:
         if name in module.lora_A:
             weight = weight + module.get_delta_weight(name).detach()
     return weight
+
+
+def _wide(weight: Tensor) -> Tensor:
+    return weight.float() if weight.dtype in HALF_DTYPES else weight
 
 
 def _weights_and_biases(projections: Sequence[Projection]) -> list[_WeightAndBias]:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import Gemma3TextModel, LlamaModel, MistralModel, Olmo2Model, Phi3Model, Qwen2Model, Qwen3Model
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
+from rlhf.models.kernels.quantized import is_linear
+
 
 class Norm(NamedTuple):
     """The weight and epsilon of an RMSNorm, y = w x / sqrt(mean(x²) + eps) (Zhang & Sennrich 2019)."""
@@ -42,7 +44,7 @@ class Projection:
     @property
     def linear(self) -> Any:
         """Return the linear layer: the one beneath an adapter, or the module itself."""
-        return self.module if type(self.module) is nn.Linear else self.module.base_layer
+        return self.module if is_linear(self.module) else self.module.base_layer
 
     @property
     def parts(self) -> int:

@@ -33,6 +33,7 @@ from rlhf.models.kernels.llama import elementwise
 from rlhf.models.kernels.llama.elementwise import ACTIVATIONS, Weight
 from rlhf.models.kernels.llama.families import READERS, Layer, Norm, Norms, Projection, Reader, norm_of, read_layers
 from rlhf.models.kernels.packing import autocast_off, build_probe, packed_inputs
+from rlhf.models.kernels.quantized import QuantizedLinear, is_linear
 from rlhf.runtime.device import is_device_error
 
 
@@ -78,7 +79,7 @@ def _is_plain(body: Any) -> bool:
 
 
 def _has_plain_weights(body: Any) -> bool:
-    """Check that the weights are in full precision, on this process, and that nothing waits for their gradients."""
+    """Check that the norms are in full precision, on this process, and that nothing waits for gradients."""
     weight = body.norm.weight
     if weight.dtype not in (torch.float32, torch.float64) or hasattr(weight, "ds_id"):
         return False
@@ -88,7 +89,9 @@ def _has_plain_weights(body: Any) -> bool:
 def _has_plain_projections(layer: Layer) -> bool:
     """Check that all projections of a layer are plain, and that only the inputs of attention have a bias."""
     return all(
-        _is_plain_linear(projection.module) and (projection.linear.bias is None or may_have_bias)
+        _is_plain_linear(projection.module)
+        and (projection.linear.bias is None or may_have_bias)
+        and not (projection.sizes and isinstance(projection.linear, QuantizedLinear))
         for projections, may_have_bias in ((layer.inputs, True), ([layer.output, *layer.gate_up, layer.down], False))
         for projection in projections
     )
@@ -96,9 +99,9 @@ def _has_plain_projections(layer: Layer) -> bool:
 
 def _is_plain_linear(module: Any) -> bool:
     """Check whether `module` is a linear layer, alone or with a single plain LoRA adapter."""
-    if type(module) is nn.Linear:
+    if is_linear(module):
         return True
-    if not is_lora_linear(module) or type(module.base_layer) is not nn.Linear:
+    if not is_lora_linear(module) or not is_linear(module.base_layer):
         return False
     return len(module.active_adapters) == 1 and _is_plain_adapter(module, module.active_adapters[0])
 
@@ -112,8 +115,14 @@ def _is_plain_adapter(module: Any, name: str) -> bool:
     return plain and type(dropout) is nn.Identity
 
 
-def _weights(projections: Sequence[Projection]) -> list[Tensor]:
-    return [part for projection in projections for part in projection.split(projection.linear.weight)]
+def _weights(projections: Sequence[Projection]) -> list[Matrix]:
+    return [part for projection in projections for part in _matrices(projection)]
+
+
+def _matrices(projection: Projection) -> Sequence[Matrix]:
+    """Return the weight of each part; a quantized layer stands for its own, so that no pass keeps the numbers."""
+    linear = projection.linear
+    return [linear] if isinstance(linear, QuantizedLinear) else projection.split(linear.weight)
 
 
 def _biases(projections: Sequence[Projection]) -> list[Tensor | None]:
@@ -131,7 +140,7 @@ def _adapters(projections: Sequence[Projection]) -> list[Adapter]:
 def _adapters_of(projection: Projection) -> Sequence[Adapter]:
     """Return the adapter of each part; parts of one weight share A. None where there is none, or it is disabled."""
     module = projection.module
-    if type(module) is nn.Linear or module.disable_adapters:
+    if is_linear(module) or module.disable_adapters:
         return [None] * projection.parts
     name = module.active_adapters[0]
     down, ups = module.lora_A[name].weight, projection.split(module.lora_B[name].weight)
@@ -245,6 +254,18 @@ class LowRank(NamedTuple):
 
 
 Adapter = LowRank | None
+Matrix = Tensor | QuantizedLinear
+
+
+def _save(ctx: Any, *values: Tensor | QuantizedLinear | None) -> None:
+    """Keep values for the backward pass: tensors by autograd, quantized weights as they are."""
+    ctx.quantized = {n: value for n, value in enumerate(values) if isinstance(value, QuantizedLinear)}
+    ctx.save_for_backward(*(None if n in ctx.quantized else value for n, value in enumerate(values)))
+
+
+def _saved(ctx: Any) -> list[Any]:
+    """Return what `_save` kept."""
+    return [ctx.quantized.get(n, value) for n, value in enumerate(ctx.saved_tensors)]
 
 
 @dataclass(frozen=True)
@@ -259,7 +280,7 @@ class RotaryTable:
 def before_attention(
     x: Float[Tensor, "N D"],
     norm: Norm | None,
-    weights: Sequence[Tensor],
+    weights: Sequence[Matrix],
     biases: Sequence[Weight],
     adapters: Sequence[Adapter],
     head_norms: Sequence[Norm],
@@ -286,7 +307,7 @@ def after_attention(
     places: Sequence[RectangleIndex],
     chosen: Int[Tensor, " M"] | None,
     norms: Norms,
-    weights: Sequence[Tensor],
+    weights: Sequence[Matrix],
     adapters: Sequence[Adapter],
     activation: str,
     low: torch.dtype,
@@ -337,7 +358,7 @@ class _BeforeAttention(torch.autograd.Function):
         scales: Sequence[float],
         x: Tensor,
         weight: Weight,
-        *others: Weight,
+        *others: Any,
     ) -> Any:
         head_norms, weights, biases, adapters = others[:2], others[2:5], others[5:8], _pair_adapters(others[8:], scales)
         inner, inverse = _normalize(x, weight, eps[0], low)
@@ -354,7 +375,7 @@ class _BeforeAttention(torch.autograd.Function):
         query, key = (elementwise.rope(states, turn.cos, turn.sin, low) for states in (query, key))
         projected = query, key, value
         ctx.turn, ctx.low, ctx.scales = turn, low, scales
-        ctx.save_for_backward(x, weight, inverse, *head_norms, *weights, *others[8:], *kept)
+        _save(ctx, x, weight, inverse, *head_norms, *weights, *others[8:], *kept)
         if not turn.places:
             return x.view_as(x), *projected
         return x.view_as(x), *(
@@ -367,7 +388,7 @@ class _BeforeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_skip: Tensor, *gradients: Tensor) -> Any:
         """Gather gradients from places to tokens, rotate them back, and go through the products and the norm."""
-        x, weight, inverse, *saved = ctx.saved_tensors
+        x, weight, inverse, *saved = _saved(ctx)
         head_norms, weights, adapters, kept = saved[:2], saved[2:5], _pair_adapters(saved[5:11], ctx.scales), saved[11:]
         needs_grad = ctx.needs_input_grad[6:]
         turn: RotaryTable = ctx.turn
@@ -428,10 +449,10 @@ class _AfterAttention(torch.autograd.Function):
         weight: Weight,
         after_attention: Weight,
         after_mlp: Weight,
-        out: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        down: Tensor,
+        out: Matrix,
+        gate: Matrix,
+        up: Matrix,
+        down: Matrix,
         *others: Any,
     ) -> Tensor:
         pairs, rectangles = others[:8], others[8:]
@@ -446,7 +467,7 @@ class _AfterAttention(torch.autograd.Function):
         ctx.places, ctx.chosen, ctx.low, ctx.scales = places, chosen, low, scales
         ctx.activation = activation
         norms = weight, inverse, after_attention, *of_attention, after_mlp, *of_mlp
-        ctx.save_for_backward(middle, *norms, out, gate, up, down, gates, ups, *pairs, *rectangles)
+        _save(ctx, middle, *norms, out, gate, up, down, gates, ups, *pairs, *rectangles)
         return total
 
     @staticmethod
@@ -456,7 +477,7 @@ class _AfterAttention(torch.autograd.Function):
 
         d up = dh a(g),  d gate = dh u a'(g)  of  h = a(g) u.
         """
-        middle, weight, inverse, after_attention, attended, attended_inverse, *saved = ctx.saved_tensors
+        middle, weight, inverse, after_attention, attended, attended_inverse, *saved = _saved(ctx)
         after_mlp, mlp_output, mlp_inverse, out, gate, up, down, gates, ups, *others = saved
         rectangles, (on_out, on_gate, on_up, on_down) = others[8:], _pair_adapters(others[:8], ctx.scales)
         needs_grad, dtype = ctx.needs_input_grad[7:], middle.dtype
@@ -527,10 +548,9 @@ def _pair_adapters(pairs: Sequence[Weight], scales: Sequence[float]) -> list[Ada
 
 
 def _linear(
-    x: Float[Tensor, "N D"], weight: Weight, bias: Weight = None, adapter: Adapter = None
+    x: Float[Tensor, "N D"], weight: Matrix, bias: Weight = None, adapter: Adapter = None
 ) -> Float[Tensor, "N E"]:
     """Compute x (W + scale B A)^T + b in the dtype of x."""
-    assert weight is not None
     product = functional.linear(x, cast_weight(weight, x.dtype), None if bias is None else bias.to(x.dtype))
     return product if adapter is None else _add_low_rank(product, x, adapter)
 
@@ -544,7 +564,7 @@ def _add_low_rank(product: Float[Tensor, "M E"], x: Float[Tensor, "N D"], adapte
 
 
 def _add_product(
-    skip: Float[Tensor, "N D"], x: Float[Tensor, "M E"], weight: Float[Tensor, "D E"], adapter: Adapter
+    skip: Float[Tensor, "N D"], x: Float[Tensor, "M E"], weight: Matrix, adapter: Adapter
 ) -> Float[Tensor, "N D"]:
     """Compute skip + the first N rows of x (W + scale B A)^T; one fused product where the dtypes agree (M = N)."""
     if x.dtype == skip.dtype:
@@ -557,7 +577,7 @@ def _add_product(
 def _add_half(
     skip: Float[Tensor, "N D"],
     x: Float[Tensor, "M E"],
-    weight: Float[Tensor, "D E"],
+    weight: Matrix,
     adapter: Adapter,
     norm: Weight,
     eps: float,
@@ -571,13 +591,13 @@ def _add_half(
 
 
 def _input_gradient(
-    gradients: Sequence[Tensor], weights: Sequence[Tensor], adapters: Sequence[Adapter], dtype: torch.dtype
+    gradients: Sequence[Tensor], weights: Sequence[Matrix], adapters: Sequence[Adapter], dtype: torch.dtype
 ) -> Float[Tensor, "N D"]:
     """Compute the gradient of a shared input, the sum of dy (W + scale B A), accumulated in `dtype`."""
     total = (gradients[0] @ cast_weight(weights[0], gradients[0].dtype)).to(dtype)
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
         if gradient.dtype == dtype:
-            total.addmm_(gradient, weight)
+            total.addmm_(gradient, cast_weight(weight, dtype))
         else:
             total += gradient @ cast_weight(weight, gradient.dtype)
     for gradient, adapter in zip(gradients, adapters, strict=True):
@@ -587,9 +607,9 @@ def _input_gradient(
     return total
 
 
-def _weight_gradient(gradient: Tensor, x: Weight, weight: Tensor, needed: bool) -> Weight:
+def _weight_gradient(gradient: Tensor, x: Weight, weight: Matrix, needed: bool) -> Weight:
     """Compute the gradient of a weight, dy^T x, in its dtype; return None where it is not needed."""
-    if not needed:
+    if not needed or isinstance(weight, QuantizedLinear):
         return None
     assert x is not None
     return (gradient.t() @ x).to(weight.dtype)

@@ -1,0 +1,197 @@
+"""Adapters of every role over one base in memory: trained, resumed bit for bit, exported, and read again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from runs import make_model, merge, offline_tree, online, pairs_file, ppo_tree, trained, trained_offline, weights
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf.cli import main
+from rlhf.models.backbone import body_of, load_causal_lm
+from rlhf.models.kernels.llama.forward import supports_fused
+from rlhf.models.kernels.quantized import QuantizedLinear
+from rlhf.models.lora import quiet_peft
+from rlhf.models.scalar_head import load_reward_heads
+from rlhf.sampling.generate import HFSampler
+
+LORA = {"r": 2}
+NF4 = {"lora": LORA, "weights": "nf4"}
+pytest.importorskip("bitsandbytes")
+
+
+def rm_tree(folder: Path, **model: Any) -> dict[str, Any]:
+    start = folder / "model"
+    if not start.is_dir():
+        make_model(start)
+    return {
+        "run": {"out_dir": str(folder / "rm"), "device": "cpu"},
+        "data": {"preferences": {"path": str(pairs_file(folder))}},
+        "model": {"model": str(start), "lr": 1e-2, **model},
+        "batch": {"prompts_per_step": 8},
+        "schedule": {"steps": 4},
+        "checkpoint": {"every": 2},
+    }
+
+
+def train_reward_model(tree: dict[str, Any], folder: Path, *overrides: str) -> Path:
+    file = folder / "rm.yaml"
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert main(["rm", str(file), *overrides]) == 0
+    return Path(tree["run"]["out_dir"])
+
+
+def scores(model: Any, folder: Path) -> torch.Tensor:
+    """Raw scores of a few texts, as transformers reads them."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    batch = [tokenizer(text, return_tensors="pt") for text in ("red one good", "blue bad", "two good good")]
+    with torch.no_grad():
+        hidden = [model.base_model(input_ids=one["input_ids"]).last_hidden_state[0, -1] for one in batch]
+        return torch.stack([model.score(states) for states in hidden]).flatten()
+
+
+@pytest.mark.parametrize("kind", ["auto", "nf4"])
+def test_a_reward_model_s_adapter_is_resumed_exported_and_read_by_plain_peft(kind: str, tmp_path: Path) -> None:
+    tree = rm_tree(tmp_path, lora=LORA, weights=kind, export="both")
+    run = train_reward_model(tree, tmp_path)
+    adapter = (run / "adapter" / "adapter_model.safetensors").read_bytes()
+    merged = (run / "model" / "model.safetensors").read_bytes()
+    shutil.rmtree(run / "checkpoints" / "step-000004")
+    shutil.rmtree(run / "model")
+    train_reward_model(tree, tmp_path)
+    assert (run / "adapter" / "adapter_model.safetensors").read_bytes() == adapter
+    assert (run / "model" / "model.safetensors").read_bytes() == merged
+
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
+    ours = load_reward_heads(str(run / "adapter"), AutoTokenizer.from_pretrained(run / "adapter")).classifier
+    with quiet_peft():
+        theirs = PeftModel.from_pretrained(plain, str(run / "adapter")).merge_and_unload()
+    assert torch.allclose(scores(ours, run / "model"), scores(theirs, run / "model"), atol=1e-6)
+    whole = load_reward_heads(str(run / "model"), AutoTokenizer.from_pretrained(run / "model"))
+    assert (
+        whole.calibration
+        == load_reward_heads(str(run / "adapter"), AutoTokenizer.from_pretrained(run / "model")).calibration
+    )
+    if kind == "auto":  # the merged model is adapter plus base, and the base is the published one
+        assert torch.allclose(scores(whole.classifier, run / "model"), scores(theirs, run / "model"), atol=1e-5)
+
+
+def test_ppo_holds_one_base_for_all_roles_and_resumes_bitwise(tmp_path: Path) -> None:
+    reward = train_reward_model(rm_tree(tmp_path, **NF4, export="adapter"), tmp_path)
+    tree = ppo_tree(
+        tmp_path,
+        policy=NF4,
+        critic={**NF4, "init": "reward", "lora": {**LORA, "start": "continue"}},
+    )
+    tree["reward"] = {"source": {"type": "model", "path": str(reward), "weights": "nf4"}}
+    run = trained(tree)
+    models: Any = run.models
+    source: Any = run.reward.source  # type: ignore[attr-defined]
+    scorer = source.source.model.classifier
+    roles = models.policy, models.critic.classifier, scorer
+    codes = [
+        {layer.codes.data_ptr() for layer in role.modules() if isinstance(layer, QuantizedLinear)} for role in roles
+    ]
+    assert codes[0] == codes[1] == codes[2] != set()
+    embeddings = {role.get_input_embeddings().weight.data_ptr() for role in roles}
+    assert len(embeddings) == 1
+    assert models.reference is None
+    assert all(supports_fused(body) for body in models.bodies)
+    assert not isinstance(run.sampler, HFSampler)
+    expected = [weights(models.policy), weights(models.critic)]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    again = trained(tree)
+    assert again.session.resumed
+    for before, model in zip(expected, (again.models.policy, again.models.critic), strict=True):
+        assert model is not None
+        after = weights(model)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_first_ratio_is_1_with_weights_in_fewer_bits(tmp_path: Path) -> None:
+    for number, change in enumerate(({"policy": NF4}, {"policy": {"weights": "bfloat16"}})):
+        folder = tmp_path / str(number)
+        run = trained(ppo_tree(folder, **change, schedule={"steps": 1}, batch={"epochs": 1, "minibatches": 1}))
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        first = next(line for line in lines if "policy/first_ratio_deviation" in line)
+        assert first["policy/first_ratio_deviation"] < 1e-5
+        del run
+
+
+@pytest.mark.parametrize("preset", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "bfloat16"])
+def test_offline_losses_train_adapters_over_a_stored_base(preset: str, kind: str, tmp_path: Path) -> None:
+    tree = offline_tree(tmp_path, "dpo", policy={"lora": LORA, "weights": kind, "export": "adapter"})
+    if preset == "sft":
+        tree = merge(tree, {"algorithm": {"preset": "sft"}})
+        tree["data"] = {"sft": {"path": tree["data"]["preferences"]["path"], "columns": {"completion": "chosen"}}}
+        tree["eval"] = {"every": 0}
+    run = trained_offline(tree)
+    policy: Any = run.loss.models.policy  # type: ignore[attr-defined]
+    before = dict(policy.named_parameters())
+    assert any(float(p.detach().abs().max()) > 0 for name, p in before.items() if "lora_B" in name)
+    assert supports_fused(body_of(policy))
+
+
+@pytest.mark.parametrize("preset", ["grpo"])
+def test_grpo_trains_adapters_over_nf4(preset: str, tmp_path: Path) -> None:
+    tree = ppo_tree(
+        tmp_path,
+        policy=NF4,
+        algorithm={"preset": preset},
+        sampling={"completions_per_prompt": 2},
+        schedule={"steps": 2},
+    )
+    run = trained(tree)
+    assert run.models.policy is not None
+
+
+def test_trained_bfloat16_weights_resume_bitwise(tmp_path: Path) -> None:
+    tree = ppo_tree(tmp_path, policy={"weights": "bfloat16"}, critic={"weights": "bfloat16"})
+    whole = trained(tree)
+    expected = [weights(whole.models.policy), weights(whole.models.critic)]  # type: ignore[arg-type]
+    assert whole.models.policy.model.embed_tokens.weight.dtype == torch.bfloat16
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    again = trained(tree)
+    assert again.session.resumed
+    for before, model in zip(expected, (again.models.policy, again.models.critic), strict=True):
+        after = weights(model)  # type: ignore[arg-type]
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_adapter_is_continued_with_itself_as_reference(tmp_path: Path) -> None:
+    """SFT exports an adapter; DPO trains it further and is compared with what it was, over one base."""
+    first = offline_tree(tmp_path, "dpo", policy={"lora": LORA, "export": "adapter"}, eval={"every": 0})
+    first["run"]["out_dir"] = str(tmp_path / "first")
+    assert_exported(first, tmp_path)
+    start = tmp_path / "first" / "model"
+    tree = ppo_tree(tmp_path, policy={"model": str(start), "lora": {**LORA, "start": "continue"}, "weights": "nf4"})
+    run = online(tree)
+    models: Any = run.models
+    assert models.reference is not None
+    frozen = {p.data_ptr() for name, p in models.policy.named_parameters() if "lora_" not in name}
+    assert frozen == {p.data_ptr() for name, p in models.reference.named_parameters() if "lora_" not in name}
+    mine, theirs = (dict(model.named_parameters()) for model in (models.policy, models.reference))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert any(p.requires_grad for p in mine.values())
+    assert not any(p.requires_grad for p in theirs.values())
+
+
+def assert_exported(tree: dict[str, Any], folder: Path) -> None:
+    file = folder / "train.yaml"
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert main(["train", str(file)]) == 0
+    adapter = Path(tree["run"]["out_dir"]) / "model"
+    with quiet_peft():
+        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "model"), str(adapter))
+    ours = load_causal_lm(str(adapter))
+    ids = torch.tensor([[1, 4, 6, 8]])
+    with torch.no_grad():
+        assert torch.allclose(plain(ids).logits, ours(ids).logits, atol=1e-5)
