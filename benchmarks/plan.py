@@ -291,7 +291,7 @@ def work(verb: str, arguments: list[str], out: Path) -> None:
 
 
 def in_child(call: Callable[[], object]) -> None:
-    """Call a function in a child of this process, which has the libraries imported and nothing else."""
+    """Run a function in a child of this process, which has the libraries imported and nothing else."""
     child = os.fork()
     if child == 0:
         status = 1

@@ -5,7 +5,9 @@
 Each row has the settings that its page states, and the plan's formulas for them: weights, gradients and moments in the
 dtype that the project keeps them in, activations of layers through the modules, logits all at once or in chunks.
 Nothing was fitted to the rows. What torchtune calls "peak memory active" counts tensors; the figures of Qwen's README
-are those of the GPU, so that the context of CUDA is added. Writes benchmarks/results/published_peaks.json and prints a table.
+are those of the GPU, so that the context of CUDA is added.
+
+Writes benchmarks/results/published_peaks.json and prints a table.
 """
 
 from __future__ import annotations
@@ -173,10 +175,10 @@ def torchtune() -> list[Peak]:
 
 def profiled() -> list[Peak]:
     """Return the rows of Qwen's README: transformers' Trainer and peft, rank 64, checkpointing, one row a pass."""
-    found = []
+    peaks = []
     for (model, method), sizes in PROFILED.items():
         for length, size in zip(LENGTHS, sizes, strict=True):
-            found.append(
+            peaks.append(
                 Peak(
                     project="transformers + peft (Qwen's README)",
                     name=f"{model} {method}, {length} tokens",
@@ -193,7 +195,7 @@ def profiled() -> list[Peak]:
                     why="the GPU's figure also has what the allocator keeps beside the tensors, and GPTQ's own copies",
                 )
             )
-    return found
+    return peaks
 
 
 def main() -> None:

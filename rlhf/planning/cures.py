@@ -137,6 +137,11 @@ def _one_base(config: RunConfiguration) -> dict[str, Any]:
     return {"critic.init": "policy"}
 
 
+def _plain_sampling(config: RunConfiguration) -> dict[str, Any]:
+    is_ours = isinstance(config, OnlineConfig) and config.sampling.backend != "hf"
+    return {"sampling.backend": "hf"} if is_ours else {}
+
+
 def _zero(mode: str) -> Change:
     def change(config: RunConfiguration) -> dict[str, Any]:
         kept = [getattr(getattr(config, name), "weights", "auto") for name in _sections(config)]
@@ -157,6 +162,7 @@ CURES = (
     Cure("adapters (LoRA)", "trains fewer directions; another learning rate", _adapters),
     Cure("frozen weights in 16 bits", "a rounding of frozen weights", _frozen_in("bfloat16")),
     Cure("frozen weights in 4 bits", "a coarser rounding, and time to widen them", _frozen_in("nf4")),
+    Cure("no copy of the weights for sampling", "slower sampling, by transformers' generate", _plain_sampling),
     Cure("adapters of all roles on one base", "the critic starts from the policy", _one_base),
 )
 """The cures on one process, in the order of what they cost."""

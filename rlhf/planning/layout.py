@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.data import DatasetConfig, SftConfig
+from rlhf.config.run import ShardingConfig
 from rlhf.config.sections import (
     BatchConfig,
     OfflineConfig,
@@ -15,7 +16,6 @@ from rlhf.config.sections import (
     OptimizerConfig,
     PolicyConfig,
     RewardModelConfig,
-    ShardingConfig,
 )
 from rlhf.errors import ModelError
 from rlhf.planning.arithmetic import SIZES, Arithmetic, Bytes, Rows
@@ -197,7 +197,7 @@ class _Planner:
             how=self.arithmetic(shape, dtype=dtype, entropy=entropy),
             base=f"{path} {kept}",
             weights=weights,
-            loaded=max(weights, numbers * (wide if kept in ("auto", "float32") else SIZES["bfloat16"])),
+            loaded=weights if self.device == "cuda" and kept != "auto" else max(weights, numbers * wide),
             kept=kept,
             adapters=adapters,
             trained=trained,
@@ -213,13 +213,14 @@ class _Planner:
         shape = self.shape(path, self.policy)
         numbers = shape.parameters if head else shape.backbone
         wide = SIZES["float64"] if dtype == "float64" else SIZES["float32"]
+        weights = self.frozen_bytes(shape, kept, head=head, dtype=dtype)
         return Role(
             name=name,
             shape=shape,
             how=self.arithmetic(shape, dtype=dtype),
             base=f"{path} {kept}",
-            weights=self.frozen_bytes(shape, kept, head=head, dtype=dtype),
-            loaded=numbers * (wide if kept in ("auto", "float32") else SIZES["bfloat16"]),
+            weights=weights,
+            loaded=weights if self.device == "cuda" and kept != "auto" else numbers * wide,
             kept=kept,
             has_head=head,
         )
@@ -362,13 +363,13 @@ class _Planner:
 
     def layout(self, roles: list[Role], **fields: Any) -> Layout:
         """Return the layout, in which each base that roles share is held by the first of them."""
-        held: set[str] = set()
+        bases: set[str] = set()
         kept = []
         for role in roles:
-            shares = role.kept != "auto" and role.base in held and not role.is_full
+            shares = role.kept != "auto" and role.base in bases and not role.is_full
             kept.append(replace(role, weights=0.0, loaded=0.0) if shares else role)
             if not role.is_full:
-                held.add(role.base)
+                bases.add(role.base)
         return Layout(
             roles=tuple(kept),
             device=self.device,

@@ -121,11 +121,11 @@ class _Memory:
         return size / self.layout.processes if self.stage >= stage else size
 
     def weights(self, role: Role) -> Parts:
-        held = {(role.name, "weights"): self.part(role.weights, 3)}
+        kept_weights = {(role.name, "weights"): self.part(role.weights, 3)}
         if self.layout.sharding.offloads and self.stage == 3:
-            held[role.name, "weights"] = 0.0
-        held[role.name, "adapters"] = self.part(role.adapters * role.size, 3)
-        return held
+            kept_weights[role.name, "weights"] = 0.0
+        kept_weights[role.name, "adapters"] = self.part(role.adapters * role.size, 3)
+        return kept_weights
 
     def gradients(self, role: Role) -> Bytes:
         return self.part(role.trained * role.size, 2)

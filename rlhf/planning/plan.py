@@ -116,12 +116,12 @@ class Plan:
 
     def shares(self) -> dict[str, Bytes]:
         """Return the bytes of a process at its peak under each ZeRO stage."""
-        found = {}
+        peaks = {}
         for mode in ZERO_MODES:
-            sharding = ShardingConfig(mode=mode)  # type: ignore[arg-type]
+            sharding = ShardingConfig(mode=mode)
             changed = self.config.model_copy(update={"sharding": sharding})
-            found[mode] = make_plan(changed, self.machine, self.lengths).peak
-        return found
+            peaks[mode] = make_plan(changed, self.machine, self.lengths).peak
+        return peaks
 
     def operations(self) -> dict[str, Bytes]:
         """Return the floating-point operations of a step by phase, over all processes."""

@@ -14,14 +14,14 @@ FROZEN_BELOW = 2.0  # with adapters alone trained, the gradients of inputs
 def operations(layout: Layout) -> dict[str, Bytes]:
     """Return the operations of a step of the run by phase, over all processes."""
     policy, step = layout.roles[0], layout.step
-    found: dict[str, Bytes] = {}
+    counts: dict[str, Bytes] = {}
     if layout.rollout is not None:
-        found["rollout"] = _decoding(policy, step)
+        counts["rollout"] = _decoding(policy, step)
     if layout.annotate is not None and layout.rollout is not None:
         readers = [role for role in layout.roles if role.name in ("reference", "critic", "reward model")]
-        found["annotate"] = sum(pass_operations(role.shape, step, reads_logits=role.has_head) for role in readers)
-    found["update"] = sum(layout.updates * _share(layout) * _training(role, step) for role in layout.trained)
-    return found
+        counts["annotate"] = sum(pass_operations(role.shape, step, reads_logits=role.has_head) for role in readers)
+    counts["update"] = sum(layout.updates * _share(layout) * _training(role, step) for role in layout.trained)
+    return counts
 
 
 def _share(layout: Layout) -> Bytes:

@@ -147,8 +147,8 @@ def published_shape(name: str) -> Shape | None:
     wanted = name.rpartition("/")[2].lower()
     for variant in _VARIANTS:
         wanted = wanted.removesuffix(variant)
-    found = [shape for known, shape in PUBLISHED.items() if known.rpartition("/")[2].lower() == wanted]
-    return found[0] if found and ("/" in name or not Path(name).exists()) else None
+    matching = [shape for known, shape in PUBLISHED.items() if known.rpartition("/")[2].lower() == wanted]
+    return matching[0] if matching and ("/" in name or not Path(name).exists()) else None
 
 
 def read_shape(path: str, *, may_make: bool = False) -> Shape | None:

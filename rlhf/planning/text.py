@@ -128,14 +128,14 @@ def cure_lines(plan: Plan) -> list[str]:
         is_enough = _fits(plan, cure)
         if is_enough:
             break
-    found = ["What to change, the cheapest first; each line adds to those above it:", *lines] if lines else []
+    changes = ["What to change, the cheapest first; each line adds to those above it:", *lines] if lines else []
     if is_enough:
-        return [*found, "  with these the run fits"]
+        return [*changes, "  with these the run fits"]
     sharded = [_cure_line(plan, cure) for cure in plan.sharded()]
     if sharded:
-        found += ["Or, without the lines above, DeepSpeed:", *sharded]
+        changes += ["Or, without the lines above, DeepSpeed:", *sharded]
     return (
-        [*found, NOTHING_ELSE]
+        [*changes, NOTHING_ELSE]
         if lines or sharded
         else ["No setting saves memory here: " + NOTHING_ELSE[0].lower() + NOTHING_ELSE[1:]]
     )
