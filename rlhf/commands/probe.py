@@ -49,8 +49,10 @@ def run_probe(
     device = choose_device(config.run.device, key="run.device").type
     with tempfile.TemporaryDirectory(prefix="rlhf-probe-") as folder:
         short = shortened(config, folder)
-        verb = run_reward_model if isinstance(short, RewardModelConfig) else run_train
-        verb(short, Console(quiet=True))  # type: ignore[operator]
+        if isinstance(short, RewardModelConfig):
+            run_reward_model(short, Console(quiet=True))
+        else:
+            run_train(short, Console(quiet=True))
         timings = RunFolder(short.run.out_dir).read_timings()
     options = replace(options, device=device)
     plan = options.plan(config)
