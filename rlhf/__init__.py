@@ -14,6 +14,7 @@ A run passes through these packages, top to bottom; imports point down only:
     data                rows of a file to batches of token ids
     guard               unsafe settings, alarms while a run trains, whether a checkpoint is the best
     tracking, runtime   metrics, checkpoints; devices, ranks, memory
+    planning            the memory and time of a run, before it is loaded
     exact               a world small enough to enumerate, which shows whether a loss is right
     config              YAML to frozen, typed sections
     teachers            states to a teacher's next-token distributions
@@ -39,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"  # as in pyproject.toml
 
 if TYPE_CHECKING:
+    from rlhf.api.planning import plan
     from rlhf.api.runs import CompareResult, RunResult, compare, evaluate, reward_model, sample, sft, train
     from rlhf.exact.check import CheckResult, Finding, check
 
@@ -50,6 +52,7 @@ __all__ = [
     "check",
     "compare",
     "evaluate",
+    "plan",
     "reward_model",
     "sample",
     "sft",
@@ -66,5 +69,5 @@ def __getattr__(name: str) -> Any:
     """Import what defines a name when it is first used: it needs torch, which `rlhf --help` and a mistake do not."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    owner = "rlhf.exact.check" if name in ("CheckResult", "Finding", "check") else "rlhf.api.runs"
-    return getattr(importlib.import_module(owner), name)
+    owners = dict.fromkeys(("CheckResult", "Finding", "check"), "rlhf.exact.check") | {"plan": "rlhf.api.planning"}
+    return getattr(importlib.import_module(owners.get(name, "rlhf.api.runs")), name)

@@ -37,6 +37,7 @@ rlhf teach  configs/distill_sft.yaml --out teacher.safetensors      a teacher's 
 rlhf serve-reward runs/reward_model --port 8000   for reward.source.type=remote
 rlhf config configs/ppo.yaml policy.lr=1e-6
 rlhf lint   configs/ppo.yaml batch.epochs=20      unsafe settings, each with its reason, its source and the fix
+rlhf plan   configs/ppo.yaml --memory 24GB        its memory and time, before anything is loaded
 rlhf launch --slurm configs/ppo.yaml --nodes 2 --gpus 8      print the job script; also --torchrun, --skypilot
 
 Completion in bash: eval "$(register-python-argcomplete rlhf)" (in zsh after autoload -U bashcompinit; bashcompinit)
@@ -109,7 +110,14 @@ def _setting(verb: str, name: str) -> str | None:
     """Return the full key of an option such as --learning-rate, which is a setting here; None if it is not one."""
     from rlhf.config.load import full_key
 
-    sections = {"train": ["policy"], "reward": ["model"], "rm": ["model"], "lint": ["policy"], "config": ["policy"]}
+    sections = {
+        "train": ["policy"],
+        "reward": ["model"],
+        "rm": ["model"],
+        "lint": ["policy"],
+        "config": ["policy"],
+        "plan": ["policy"],
+    }
     return full_key(name.replace("-", "_"), sections[verb]) if verb in sections else None
 
 
@@ -236,6 +244,7 @@ def _parser() -> argparse.ArgumentParser:
         parser_of_verb.add_argument("overrides", **overrides)  # type: ignore[arg-type]
         if name == "config":
             parser_of_verb.add_argument("--explain", metavar="KEY", help="say what a key or a section means instead")
+    _add_plan(verb("plan", "say how much memory and time a run takes, before anything is loaded", "file"), overrides)
     _add_launch(verb("launch", "print the script that starts a training run on a cluster", "file"), overrides)
     evaluation = verb("eval", "evaluate a run against the model it started from, or against another", "run")
     evaluation.add_argument("overrides", **overrides)  # type: ignore[arg-type]
@@ -322,6 +331,24 @@ def _parser() -> argparse.ArgumentParser:
     quickstart.add_argument("--seed", type=int, default=0, help="seed of every stage (default: 0)")
     quickstart.add_argument("--out", default="runs/quickstart", help="folder for the runs (default: runs/quickstart)")
     return parser
+
+
+def _add_plan(plan: argparse.ArgumentParser, overrides: dict[str, Any]) -> None:
+    """Add the arguments of `rlhf plan`."""
+    plan.add_argument("overrides", **overrides)
+    plan.add_argument(
+        "--memory", metavar="SIZE", help="memory of one GPU, or of the machine with --device cpu: 24GB, 80GiB"
+    )
+    plan.add_argument("--gpus", type=int, help="processes, one for each GPU (default: 1)")
+    plan.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where it runs (default: as run.device; auto: this machine's)"
+    )
+    plan.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="tokens of a prompt (default: the limit of the configuration)"
+    )
+    plan.add_argument("--completion-tokens", type=int, metavar="N", help="tokens of a completion (default: as above)")
+    plan.add_argument("--probe", action="store_true", help="run three steps, and measure peak and seconds")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON; sizes are bytes")
 
 
 def _add_launch(launch: argparse.ArgumentParser, overrides: dict[str, Any]) -> None:
@@ -453,6 +480,18 @@ def _lint(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.commands.lint import run_lint
 
     run_lint(parsed.target, parsed.overrides, console)
+
+
+def _plan(parsed: argparse.Namespace, console: Console) -> int:
+    from rlhf.commands.plan import run_plan
+    from rlhf.planning.options import PlanOptions
+
+    options = PlanOptions(**{field: getattr(parsed, field) for field in PlanOptions.__dataclass_fields__})
+    if parsed.probe:
+        from rlhf.commands.probe import run_probe
+
+        return run_probe(parsed.target, parsed.overrides, options, console, as_json=parsed.json)
+    return run_plan(parsed.target, parsed.overrides, options, console, as_json=parsed.json)
 
 
 def _launch(parsed: argparse.Namespace, console: Console) -> None:
@@ -593,6 +632,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Console], int | None]] = {
     "compare": _compare,
     "config": _config,
     "lint": _lint,
+    "plan": _plan,
     "launch": _launch,
     "eval": _eval,
     "report": _report,

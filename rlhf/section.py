@@ -43,6 +43,9 @@ class Facts:
 
     parameters: float | None = None  # of the model that is trained; None: not known before it is loaded
     run: Any = None  # the whole configuration of the run
+    memory: float | None = None  # bytes of the device that the run starts on; None: not known, as for `rlhf lint`
+    device: str = "cpu"  # cpu or cuda
+    processes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,11 +29,12 @@ IMPORTERS = {
         "rlhf.suites.detox",  # its judge of similarity is a model of transformers
         "rlhf.rewards.source",  # for annotations only
         "rlhf.teachers",  # for annotations only
+        "rlhf.planning.shapes",  # makes a model of an unknown family on the meta device
     },
     "deepspeed": {"rlhf.runtime.deepspeed"},
     "fastapi": {"reward_model.server"},
     "uvicorn": {"rlhf.factory.reward_service"},
-    "huggingface_hub": {"rlhf.models.weight_files", "rlhf.commands.push", "rlhf.data.paths"},
+    "huggingface_hub": {"rlhf.models.weight_files", "rlhf.commands.push", "rlhf.data.paths", "rlhf.planning.shapes"},
     "vllm": set(),
     "trl": set(),
 }

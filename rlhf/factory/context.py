@@ -22,6 +22,8 @@ from rlhf.errors import ConfigError, UserError
 from rlhf.guard.alarms.history import RunFacts
 from rlhf.guard.lint import check_settings
 from rlhf.models.folders import digest_of_model
+from rlhf.planning.plan import Machine
+from rlhf.planning.text import refusal
 from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.engine import Engine, make_engine
 from rlhf.tracking.checkpoint import Checkpoints
@@ -256,9 +258,11 @@ def open_context(
         notes: what is to be told at the start, after warnings about the configuration.
 
     Raises:
+        ConfigError: the run cannot fit into the memory of the device.
         CheckpointError: the folder holds another run, no checkpoint is intact, or another process uses the folder.
     """
     engine = make_engine(config.run, config.sharding)
+    _refuse_what_cannot_fit(config, engine)
     ranks = engine.ranks
     folder = RunFolder(config.run.out_dir)
     release = _lock_folder(folder.path, ranks)
@@ -288,6 +292,23 @@ def open_context(
         recorded=recorded,
         notes=notes,
     )
+
+
+def _refuse_what_cannot_fit(config: TrainConfig | RewardModelConfig, engine: Engine) -> None:
+    """Check that the device has the memory that the run needs in any case; a run that is resumed has run before.
+
+    Raises:
+        ConfigError: it has not; the message is the plan, and what to change.
+    """
+    memory = engine.total_memory()
+    if memory is None or (Path(config.run.out_dir) / "checkpoints").is_dir():
+        return
+    machine = Machine(
+        device="cuda" if engine.device.type == "cuda" else "cpu", memory=memory, processes=engine.ranks.world
+    )
+    message = refusal(config, machine)
+    if message is not None:
+        raise ConfigError(message)
 
 
 def _find_newest(

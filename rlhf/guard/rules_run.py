@@ -8,6 +8,8 @@ from rlhf.config.data import DatasetConfig
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import OfflineConfig, OnlineConfig, PolicyConfig, RewardModelConfig
 from rlhf.guard.rule import EVERY, OFFLINE, ON_DATA, POLICY, RunConfiguration, outside
+from rlhf.planning.plan import RULE as DOES_NOT_FIT
+from rlhf.planning.plan import Machine, gigabytes, least_of
 from rlhf.section import Facts, Rule, Value
 
 LONG_RUN = 2000  # steps; what is lost with the machine is then hours
@@ -118,7 +120,28 @@ def never_saved(config: RunConfiguration, facts: Facts) -> Value | None:
     return float(every) if every == 0 or every >= steps else None
 
 
+def cannot_fit(config: RunConfiguration, facts: Facts) -> Value | None:
+    """Return the memory that a run needs in any case, where the device has less."""
+    if facts.memory is None:
+        return None
+    machine = Machine(device=facts.device, memory=facts.memory, processes=facts.processes)
+    least = least_of(config, machine)
+    if least is None or least <= facts.memory:
+        return None
+    return f"{gigabytes(least)} GB on a device with {gigabytes(facts.memory)} GB"
+
+
 RUN_RULES = (
+    Rule(
+        name=DOES_NOT_FIT,
+        level="error",
+        runs=EVERY,
+        key="memory",
+        violation=cannot_fit,
+        reason="Weights, gradients and the optimizer's moments alone take more than the memory of the device.",
+        source="implementation detail: they are there at once in every optimizer step",
+        fix="what `rlhf plan` says, e.g. policy.optimizer=adamw_8bit or policy.lora.r=16",
+    ),
     Rule(
         name="learning-rate-zero",
         level="warning",

@@ -20,6 +20,7 @@ from rlhf.batching import Number
 from rlhf.config.run import RunConfig, ShardingConfig, deepspeed_json
 from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import ConfigError, install_hint
+from rlhf.planning.machine import host_memory
 from rlhf.runtime.device import choose_device
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed, in_buckets, init_distributed, world_size_from_env
 from rlhf.runtime.memory import keep_memory, make_memory_profiler
@@ -255,6 +256,12 @@ class Engine:
         """Discard gathered copies of the weights after their shards were changed in place."""
         if self._zero is not None and self.splits_weights:
             self._zero.release(module)
+
+    def total_memory(self) -> float | None:
+        """Return the bytes that a run may use: all of the GPU, or what is free on the machine; None if not known."""
+        if self.device.type == "cuda":
+            return float(torch.cuda.get_device_properties(self.device).total_memory)
+        return host_memory() if self.device.type == "cpu" else None
 
     def peak_memory_mb(self) -> float:
         """Return the peak memory so far in MB: allocated on the GPU if there is one, else the resident set size."""

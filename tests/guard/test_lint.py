@@ -39,6 +39,8 @@ SMOOTH = "algorithm.loss.label_smoothing"
 
 # rule, file, overrides that break it, overrides that do not, facts
 CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
+    ("does-not-fit", SFT, ["policy.model=Qwen/Qwen2.5-3B"], ["policy.model=Qwen/Qwen2.5-0.5B"],
+     Facts(memory=24e9, device="cuda")),
     ("clip-zero", PPO, ["algorithm.policy_loss.clip_eps_low=0", "algorithm.policy_loss.clip_eps_high=0"],
      ["algorithm.policy_loss.clip_eps_low=0.1"], UNKNOWN),
     ("clip-never-binds", PPO, ["algorithm.policy_loss.clip_eps_low=1"],

@@ -1,0 +1,176 @@
+"""What to change where a run does not fit, in the order of what it costs, each with what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rlhf.config.sections import OnlineConfig, RewardModelConfig
+from rlhf.config.weights import LoraConfig
+from rlhf.planning.layout import RunConfiguration, trained_section
+from rlhf.section import Section
+
+S = TypeVar("S", bound=Section)
+Change = Callable[[RunConfiguration], dict[str, Any]]
+"""Returns the settings that a cure sets, by their full key; none where it does not apply."""
+
+RANK = 16
+
+
+@dataclass(frozen=True)
+class Cure:
+    """A change that saves memory."""
+
+    name: str
+    cost: str
+    change: Change
+
+    def settings(self, config: RunConfiguration) -> dict[str, Any]:
+        """Return the settings that this cure changes in a configuration; none where it does not apply."""
+        return self.change(config)
+
+    def applied(self, config: RunConfiguration) -> RunConfiguration:
+        """Return the configuration with this cure."""
+        return with_settings(config, self.settings(config))
+
+
+def with_settings(config: S, settings: dict[str, Any]) -> S:
+    """Return a section with values set by dotted keys, without validation: settings that were not set stay so."""
+    for key, value in settings.items():
+        config = _with(config, key.split("."), value)
+    return config
+
+
+def _with(section: Any, names: list[str], value: Any) -> Any:
+    name, *rest = names
+    inner = value if not rest else _with(getattr(section, name), rest, value)
+    return section.model_copy(update={name: inner})
+
+
+def written(settings: dict[str, Any]) -> str:
+    """Write settings as `key=value`, as on a command line."""
+    return " ".join(
+        f"{key}.r={RANK}" if isinstance(value, LoraConfig) else _word(key, value) for key, value in settings.items()
+    )
+
+
+def _word(key: str, value: Any) -> str:
+    return f"{key.removesuffix('.mode')}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _sections(config: RunConfiguration) -> list[str]:
+    """Return the sections of the trained models."""
+    if isinstance(config, RewardModelConfig):
+        return ["model"]
+    has_critic = isinstance(config, OnlineConfig) and config.algorithm.value_loss is not None
+    return ["policy", "critic"] if has_critic and not config.critic.shared else ["policy"]
+
+
+def _takes(section: Any, name: str) -> bool:
+    return name in type(section).model_fields
+
+
+def _checkpointing(config: RunConfiguration) -> dict[str, Any]:
+    named = [(name, getattr(config, name)) for name in _sections(config)]
+    return {
+        f"{name}.gradient_checkpointing": True
+        for name, section in named
+        if _takes(section, "gradient_checkpointing") and not section.gradient_checkpointing
+    }
+
+
+def _micro_batch(config: RunConfiguration) -> dict[str, Any]:
+    batch = config.batch
+    if batch.micro_batch_tokens is not None:
+        return {"batch.micro_batch_tokens": 1} if batch.micro_batch_tokens > 1 else {}
+    return {"batch.micro_batch_size": 1} if batch.micro_batch_size > 1 else {}
+
+
+def _small_moments(config: RunConfiguration) -> dict[str, Any]:
+    if config.sharding.uses_deepspeed:
+        return {}
+    named = [(name, getattr(config, name)) for name in _sections(config)]
+    return {f"{name}.optimizer": "adamw_8bit" for name, section in named if section.optimizer == "adamw"}
+
+
+def _adapters(config: RunConfiguration) -> dict[str, Any]:
+    named = [(name, getattr(config, name)) for name in _sections(config)]
+    return {
+        f"{name}.lora": LoraConfig(r=RANK)
+        for name, section in named
+        if _takes(section, "lora") and section.lora is None
+    }
+
+
+def _frozen_in(kept: str) -> Change:
+    def change(config: RunConfiguration) -> dict[str, Any]:
+        if config.sharding.uses_deepspeed:
+            return {}
+        return {key: kept for key, now in _frozen_weights(config) if now in ("auto", "float32") or kept == "nf4"}
+
+    return change
+
+
+def _frozen_weights(config: RunConfiguration) -> Iterator[tuple[str, str]]:
+    """Yield the keys that say how frozen weights are kept, with their values."""
+    for name in _sections(config):
+        section = getattr(config, name)
+        if _takes(section, "weights") and section.lora is not None:
+            yield f"{name}.weights", section.weights
+    if isinstance(config, RewardModelConfig):
+        return
+    is_own = trained_section(config).lora is None or config.reference.model is not None
+    if _takes(config.reference, "weights") and is_own:
+        yield "reference.weights", getattr(config.reference, "weights")  # noqa: B009  # a key of later versions
+    source = None if config.reward is None else config.reward.source
+    if source is not None and _takes(source, "weights"):
+        yield "reward.source.weights", getattr(source, "weights")  # noqa: B009
+
+
+def _one_base(config: RunConfiguration) -> dict[str, Any]:
+    if not isinstance(config, OnlineConfig) or config.algorithm.value_loss is None or config.critic.shared:
+        return {}
+    lora = getattr(config.critic, "lora", None)
+    if config.policy.lora is None or lora is None or config.critic.init == "policy":
+        return {}
+    return {"critic.init": "policy"}
+
+
+def _plain_sampling(config: RunConfiguration) -> dict[str, Any]:
+    is_ours = isinstance(config, OnlineConfig) and config.sampling.backend != "hf"
+    return {"sampling.backend": "hf"} if is_ours else {}
+
+
+def _zero(mode: str) -> Change:
+    def change(config: RunConfiguration) -> dict[str, Any]:
+        kept = [getattr(getattr(config, name), "weights", "auto") for name in _sections(config)]
+        later = config.sharding.mode.startswith("zero") and config.sharding.mode >= mode
+        if later or any(value not in ("auto", "float32") for value in kept):
+            return {}
+        if any(getattr(config, name).optimizer == "adamw_8bit" for name in _sections(config)):
+            return {}
+        return {"sharding.mode": mode}
+
+    return change
+
+
+CURES = (
+    Cure("recompute activations", "about a third more time in the update", _checkpointing),
+    Cure("smaller micro-batches", "slower passes; the result does not change", _micro_batch),
+    Cure("moments in 8 bits", "none to speak of; needs bitsandbytes", _small_moments),
+    Cure("adapters (LoRA)", "trains fewer directions; another learning rate", _adapters),
+    Cure("frozen weights in 16 bits", "a rounding of frozen weights", _frozen_in("bfloat16")),
+    Cure("frozen weights in 4 bits", "a coarser rounding, and time to widen them", _frozen_in("nf4")),
+    Cure("no copy of the weights for sampling", "slower sampling, by transformers' generate", _plain_sampling),
+    Cure("adapters of all roles on one base", "the critic starts from the policy", _one_base),
+)
+"""The cures on one process, in the order of what they cost."""
+
+SHARDED = (
+    Cure("ZeRO-2: split moments and gradients", "several GPUs, and their traffic", _zero("zero2")),
+    Cure("ZeRO-3: split weights too", "more traffic", _zero("zero3")),
+    Cure("ZeRO-2, moments in CPU memory", "slow steps of the optimizer", _zero("zero2_offload")),
+    Cure("ZeRO-3, weights and moments in CPU memory", "the slowest", _zero("zero3_offload")),
+)
+"""The cures on several processes; the last two work on one."""

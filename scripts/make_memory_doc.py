@@ -1,0 +1,103 @@
+"""Write docs/memory.md from its template, `rlhf plan` and benchmarks/results/plan.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from rlhf.config.load import reward_model_config, train_config  # noqa: E402
+from rlhf.planning.layout import Lengths, RunConfiguration  # noqa: E402
+from rlhf.planning.plan import Machine, make_plan  # noqa: E402
+
+PAGE = ROOT / "docs" / "memory.md"
+TEMPLATE = ROOT / "scripts" / "templates" / "memory.md"
+RESULT = ROOT / "benchmarks" / "results" / "plan.json"
+MODELS = {
+    "SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M",
+    "Qwen2.5-0.5B": "Qwen/Qwen2.5-0.5B",
+    "Llama-3.2-1B": "meta-llama/Llama-3.2-1B",
+    "Qwen2.5-1.5B": "Qwen/Qwen2.5-1.5B",
+    "Llama-3.2-3B": "meta-llama/Llama-3.2-3B",
+    "Qwen2.5-7B": "Qwen/Qwen2.5-7B",
+    "Llama-3.1-8B": "meta-llama/Llama-3.1-8B",
+}
+ALGORITHMS = ("sft", "reward model", "dpo", "grpo", "ppo")
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "LoRA": {"lora": {"r": 16}},
+    "LoRA over bfloat16": {"lora": {"r": 16}, "weights": "bfloat16"},
+    "QLoRA": {"lora": {"r": 16}, "weights": "nf4"},
+}
+TOKENS = Lengths(prompt=512, completion=512)
+
+
+def configuration(algorithm: str, model: str, way: dict[str, Any]) -> RunConfiguration:
+    """Return the run of a cell: 64 rows a step, 4 rows a micro-batch, activations recomputed."""
+    trained = {"model": model, "gradient_checkpointing": True, **way}
+    tree: dict[str, Any] = {"batch": {"prompts_per_step": 64, "micro_batch_size": 4}, "schedule": {"steps": 100}}
+    pairs = {"preferences": {"path": "pairs.jsonl"}}
+    if algorithm == "reward model":
+        tree["batch"]["micro_batch_size"] = 2  # pairs
+        return reward_model_config({**tree, "model": trained, "data": pairs})
+    tree |= {"policy": trained, "algorithm": {"preset": algorithm}}
+    if algorithm == "sft":
+        return train_config({**tree, "data": {"sft": {"path": "texts.jsonl"}}})
+    if algorithm == "dpo":
+        tree["batch"]["micro_batch_size"] = 2
+        return train_config({**tree, "data": pairs})
+    tree["batch"]["prompts_per_step"] = 16
+    tree |= {
+        "data": {"prompts": {"path": "prompts.jsonl"}},
+        "sampling": {"max_new_tokens": 512, "completions_per_prompt": 4},
+        "reward": {"source": {"type": "function", "target": "rewards.py:score"}},
+    }
+    if algorithm == "ppo":
+        tree["critic"] = {"init": "policy", "gradient_checkpointing": True, **way}
+    return train_config(tree)
+
+
+def cell(algorithm: str, model: str, way: dict[str, Any]) -> str:
+    """Return the GB that the process needs."""
+    plan = make_plan(configuration(algorithm, model, way), Machine(device="cuda"), TOKENS)
+    value = plan.needed / 1e9
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def rows() -> Iterator[str]:
+    """Yield the rows of the large table."""
+    for name, model in MODELS.items():
+        for kind, way in WAYS.items():
+            cells = (cell(algorithm, model, way) for algorithm in ALGORITHMS)
+            yield f"| {name if kind == 'full' else ''} | {kind} | {' | '.join(cells)} |"
+
+
+def measured() -> Iterator[str]:
+    """Yield the rows of the runs that were measured."""
+    for row in json.loads(RESULT.read_text(encoding="utf-8"))["validated"]:
+        numbers = f"{row['planned_mb']:.0f} | {row['allocated_mb']:.0f} | {100 * row['error']:+.0f} %"
+        yield f"| {row['name']} | {numbers} | {row['resident_mb']:.0f} |"
+
+
+def page() -> str:
+    """Build the Markdown of docs/memory.md."""
+    text = TEMPLATE.read_text(encoding="utf-8")
+    validated = json.loads(RESULT.read_text(encoding="utf-8"))["validated"]
+    values = {
+        "rows": "\n".join(rows()),
+        "measured": "\n".join(measured()),
+        "runs": str(len(validated)),
+        "within": str(sum(abs(row["error"]) <= 0.1 for row in validated)),
+    }
+    for name, value in values.items():
+        text = text.replace(f"{{{{{name}}}}}", value)
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,184 @@
+"""The bytes of a two-layer model worked by hand, and what may only grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf.config.load import reward_model_config, train_config
+from rlhf.planning import layout
+from rlhf.planning.arithmetic import Arithmetic, Rows, activations, head, key_value_cache, layer_activations
+from rlhf.planning.layout import Lengths
+from rlhf.planning.memory import least_memory
+from rlhf.planning.plan import Machine, Plan, make_plan
+from rlhf.planning.seconds import operations
+from rlhf.planning.shapes import PUBLISHED, Shape
+
+TWO_LAYERS = Shape(
+    family="llama",
+    hidden=4,
+    layers=2,
+    heads=2,
+    groups=1,
+    head_dim=2,
+    intermediate=8,
+    vocabulary=16,
+    tied=True,
+)
+ROW = Rows(rows=1, prompts=1, prompt=1, completion=3)
+CPU, GPU = Machine(device="cpu"), Machine(device="cuda")
+QWEN = "Qwen/Qwen2.5-1.5B-Instruct"
+
+
+def settings(algorithm: str, model: str = QWEN, **more: Any) -> dict[str, Any]:
+    """The settings of a run, as a tree."""
+    tree: dict[str, Any] = {
+        "algorithm": {"preset": algorithm},
+        "policy": {"model": model, "dtype": "float32"},
+        "data": {},
+        "batch": {"prompts_per_step": 16, "micro_batch_size": 4},
+        "schedule": {"steps": 10},
+    }
+    if algorithm == "sft":
+        tree["data"] = {"sft": {"path": "texts.jsonl", "max_tokens": 512}}
+    elif algorithm == "dpo":
+        tree["data"] = {"preferences": {"path": "pairs.jsonl", "max_tokens": 512}}
+    else:
+        tree["data"] = {"prompts": {"path": "prompts.jsonl", "max_prompt_tokens": 256}}
+        tree["sampling"] = {"max_new_tokens": 256, "completions_per_prompt": 4}
+        tree["reward"] = {"source": {"type": "function", "target": "a:b"}}
+    for key, value in more.items():
+        section, _, name = key.partition("__")
+        tree.setdefault(section, {})[name] = value
+    return tree
+
+
+def planned(algorithm: str, machine: Machine = CPU, model: str = QWEN, **more: Any) -> Plan:
+    return make_plan(train_config(settings(algorithm, model, **more)), machine)
+
+
+def test_the_bytes_of_a_layer_and_of_the_head_are_those_worked_by_hand() -> None:
+    assert TWO_LAYERS.linear == 2 * (16 + 8 + 8 + 16 + 3 * 32) == 288
+    assert TWO_LAYERS.parameters == 288 + (2 * 2 * 4 + 4) + 64 == 372
+    # x and the residual in the middle, two inverse norms, gate and up, q k v and the output, one log-sum for each head
+    full = 4 * (2 * 4 * 4 + 2 * 4 + 2 * 8 * 4 + (2 * 4 + 2 * 2) * 4 + 2 * 4)
+    assert layer_activations(TWO_LAYERS, ROW, Arithmetic()) == full == 640
+    last = full - (4 - 3) * (4 * 4 + 2 * 8 * 4)  # the feed-forward half of the last layer sees three tokens
+    assert activations(TWO_LAYERS, ROW, Arithmetic()) == full + last == 1200
+    assert activations(TWO_LAYERS, ROW, Arithmetic(), checkpointed=True) == 2 * 4 * 4 * 4 + full
+    logits = head(TWO_LAYERS, ROW, Arithmetic(), trained=True)
+    assert logits.kept == 3 * 4 * 8 + 3 * 16 * 4  # hidden states twice, and all probabilities
+    assert logits.forward == 3 * 16 * 4
+    assert logits.backward == 2 * 3 * 16 * 4 + 3 * 4 * 4 + 64 * 4  # two chunks, the states' gradient, the head's
+    assert key_value_cache(TWO_LAYERS, 10, 4) == 10 * 2 * 1 * 2 * 2 * 4
+
+
+def test_the_peak_of_sft_of_two_layers_is_the_one_worked_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "read_shape", lambda path, may_make=False: TWO_LAYERS)
+    config = train_config(settings("sft", batch__prompts_per_step=1))
+    plan = make_plan(config, CPU, Lengths(prompt=1, completion=3))
+    resting = 372 * (4 + 8)
+    start = resting + 1200 + (96 + 192) + 688  # all activations, what the head keeps, the head's backward pass
+    working = 4 * (4 * 8 * 4 + 4 * 4 * 4) + 4 * 3 * 4 * 8
+    end = resting + 372 * 4 + 1200 / 2 + working  # all gradients, the activations of a layer, its backward pass
+    assert (start, end) == (6640, 7704)
+    assert plan.peak == end
+    assert plan.memory.peak_phase == "update"
+    assert plan.memory.of("load") == 372 * 4
+    assert least_memory(plan.layout) == 372 * 16
+    by_kind = {item.kind: item.bytes for item in plan.memory.items if item.phase == "update"}
+    assert by_kind["weights"] == by_kind["gradients"] == 372 * 4
+    assert by_kind["moments"] == 372 * 8
+
+
+def test_prompts_are_shared_where_it_saves_a_tenth_of_the_tokens() -> None:
+    rows = Rows(rows=8, prompts=2, prompt=10, completion=20)
+    assert rows.is_shared
+    assert rows.tokens == 2 * 10 + 8 * 20
+    assert Rows(rows=8, prompts=8, prompt=10, completion=20).tokens == 8 * 30
+    assert Rows(rows=2, prompts=1, prompt=10, completion=100).tokens == 2 * 110  # 10 of 220 would be saved
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo", "ppo"])
+@pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "cuda"])
+def test_more_rows_longer_rows_and_larger_models_take_more(algorithm: str, machine: Machine) -> None:
+    models = ["Qwen/Qwen2.5-0.5B", QWEN, "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B"]
+    sizes = [planned(algorithm, machine, model).peak for model in models]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == len(sizes)
+    rows = [planned(algorithm, machine, batch__micro_batch_size=size).peak for size in (1, 2, 4, 8)]
+    assert rows == sorted(rows)
+    config = train_config(settings(algorithm))
+    lengths = [make_plan(config, machine, Lengths(prompt=64, completion=n)).peak for n in (64, 128, 256)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo", "ppo"])
+def test_each_way_to_save_memory_saves_some(algorithm: str) -> None:
+    full = planned(algorithm, GPU)
+    lora = planned(algorithm, GPU, policy__lora={"r": 16})
+    nf4 = planned(algorithm, GPU, policy__lora={"r": 16}, policy__weights="nf4")
+    assert full.peak > lora.peak > nf4.peak
+    assert full.peak > planned(algorithm, GPU, policy__optimizer="adamw_8bit").peak
+    checkpointed = planned(algorithm, GPU, policy__gradient_checkpointing=True, critic__gradient_checkpointing=True)
+    assert full.peak > checkpointed.peak
+
+
+def test_ppo_holds_four_models_and_grpo_two_and_dpo_one() -> None:
+    reward = {"type": "model", "path": QWEN}
+    ppo = planned("ppo", reward__source=reward, critic__init="policy")
+    assert [role.name for role in ppo.layout.roles] == ["policy", "critic", "reference", "reward model"]
+    assert [role.name for role in planned("grpo").layout.roles] == ["policy", "reference"]
+    assert [role.name for role in planned("dpo").layout.roles] == ["policy"]  # the reference is read before step 1
+    lora = planned("grpo", policy__lora={"r": 16})
+    assert [role.name for role in lora.layout.roles] == ["policy"]
+
+
+def test_zero_divides_moments_then_gradients_then_weights() -> None:
+    machine = Machine(device="cuda", processes=4)
+    parameters = PUBLISHED["Qwen/Qwen2.5-1.5B"].parameters
+    kinds = {}
+    for mode in ("ddp", "zero1", "zero2", "zero3"):
+        plan = planned("sft", machine, sharding__mode=mode)
+        kinds[mode] = {item.kind: item.bytes for item in plan.memory.items if item.phase == "update"}
+    assert kinds["ddp"]["moments"] == 8 * parameters
+    assert kinds["zero1"]["moments"] == 2 * parameters
+    assert kinds["zero1"]["gradients"] == 4 * parameters
+    assert kinds["zero2"]["gradients"] == parameters
+    assert kinds["zero2"]["weights"] == 4 * parameters
+    assert kinds["zero3"]["weights"] == parameters
+    assert "moments" not in {item.kind for item in planned("sft", machine, sharding__mode="zero2_offload").memory.items}
+
+
+def test_roles_with_adapters_on_one_quantized_base_hold_it_once() -> None:
+    adapters = {"lora": {"r": 16}, "weights": "nf4"}
+    more = {f"policy__{name}": value for name, value in adapters.items()}
+    grpo = planned("grpo", GPU, **more)
+    more |= {f"critic__{name}": value for name, value in adapters.items()}
+    ppo = planned("ppo", GPU, critic__init="policy", **more)
+    bases = [role.weights for role in ppo.layout.roles]
+    assert bases[0] > 0
+    assert bases[1:] == [0.0]
+    assert ppo.memory.of("load") < 1.1 * grpo.memory.of("load")
+
+
+def test_a_reward_model_reads_one_token_of_a_row_and_has_no_logits() -> None:
+    tree = settings("dpo")
+    tree["model"] = tree.pop("policy")
+    del tree["algorithm"]
+    tree["schedule"] = {"epochs": None, "steps": 10}
+    plan = make_plan(reward_model_config(tree), CPU)
+    assert {item.kind for item in plan.memory.items} == {"weights", "gradients", "moments", "activations"}
+    assert plan.peak < planned("dpo").peak
+
+
+def test_operations_are_six_for_each_weight_and_token() -> None:
+    plan = planned("sft")
+    shape, tokens = plan.layout.roles[0].shape, 16 * 512
+    counted = operations(plan.layout)["update"]
+    assert counted == pytest.approx(6 * (shape.linear + shape.embedding) * tokens, rel=0.05)
+    assert set(operations(planned("ppo").layout)) == {"rollout", "annotate", "update"}
+    lora = operations(planned("sft", policy__lora={"r": 8}).layout)["update"]
+    assert lora == pytest.approx(counted * 2 / 3)
