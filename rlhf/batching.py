@@ -66,7 +66,8 @@ class Batch:
 
     def live_tokens(self) -> Int[Tensor, " B"]:
         """Count the live tokens of each row, prompt and completions; the prompt of a pair counts once."""
-        masks = [getattr(self, f.name) for f in fields(self) if f.name.endswith("_mask") and f.name != "loss_mask"]
+        parts = ("loss_mask", "action_mask")  # of the tokens that another mask counts
+        masks = [getattr(self, f.name) for f in fields(self) if f.name.endswith("_mask") and f.name not in parts]
         counts = torch.stack([mask.sum(dim=1) for mask in masks])
         return counts.sum(dim=0)
 

@@ -9,12 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlhf.batching import Batch
+
+
+class StopReason(IntEnum):
+    """Why an episode ended; a completion without an environment is finished or cut, which `finished` says."""
+
+    NONE = 0  # a completion without an environment
+    TERMINATED = 1  # the environment said that the task is over
+    TRUNCATED = 2  # the environment ended it by a limit of its own
+    MAX_TURNS = 3  # environment.max_turns
+    MAX_TOKENS = 4  # environment.max_tokens leaves no room for another action
+    CONTEXT = 5  # the model's context leaves no room for another action
+    ERROR = 6  # the environment raised, hung, or returned what is no step
+
+    @property
+    def cuts(self) -> bool:
+        """Return whether a limit ended the episode, in a state from which it could have gone on."""
+        return self in (StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +48,42 @@ class Prompts(Batch):
 
 @dataclass(frozen=True, kw_only=True)
 class Completions(Prompts):
-    """Sampled completions. The rows of one prompt are contiguous, `group_size` at a time."""
+    """Sampled completions. The rows of one prompt are contiguous, `group_size` at a time.
+
+    With an environment a row is an episode, action, observation, action ...: the model reads all of it, and learns from
+    the actions. The last four fields are filled in where they are not given: all live tokens are the action of one
+    turn.
+    """
 
     completion_ids: Int[Tensor, "B T"]
     completion_mask: Bool[Tensor, "B T"]  # True up to and including EOS
     sampler_logprobs: Float[Tensor, "B T"]  # as the sampler computed them; for the mismatch metric
     finished: Bool[Tensor, " B"]  # ended by EOS, not by length
     group_size: int
+    action_mask: Bool[Tensor, "B T"] = None  # type: ignore[assignment]  # the policy drew them; within completion_mask
+    turns: Int[Tensor, "B T"] = None  # type: ignore[assignment]  # of an action token its turn, from 0
+    turn_rewards: Float[Tensor, "B T"] = None  # type: ignore[assignment]  # on the last action token of its turn
+    stops: Int[Tensor, " B"] = None  # type: ignore[assignment]  # of each row its StopReason
+
+    def __post_init__(self) -> None:
+        """Fill in what a completion without an environment does not say."""
+        ids = self.completion_ids
+        absent = {
+            "action_mask": self.completion_mask,
+            "turns": torch.zeros_like(ids),
+            "turn_rewards": torch.zeros_like(self.sampler_logprobs),
+            "stops": torch.zeros_like(self.finished, dtype=torch.long),
+        }
+        for name, default in absent.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+
+    @property
+    def bootstrapped(self) -> Bool[Tensor, " B"]:
+        """Return which rows end with an observation that no action answers: the return goes on with its value."""
+        last = self.completion_mask.sum(dim=1, keepdim=True) - 1
+        ends_with_action = self.action_mask.gather(1, last.clamp(min=0)).squeeze(1)
+        return ~ends_with_action & self.action_mask.any(dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +104,21 @@ class Rollout(Completions):
     ref_logprobs: Float[Tensor, "B T"]  # the policy's own when there is no reference: zero KL
     values: Float[Tensor, "B T"]  # V of the state in which token t is chosen; zero when there is no critic
     hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt, which is not in prompt_ids (algorithm.rescue)
+    final_values: Float[Tensor, " B"] = None  # type: ignore[assignment]  # V after the last action; 0 if it ended
+
+    def __post_init__(self) -> None:
+        """Fill in the values of states in which everything ended."""
+        super().__post_init__()
+        if self.final_values is None:
+            object.__setattr__(self, "final_values", torch.zeros_like(self.scores, dtype=self.values.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(Rollout):
     """A rollout with token rewards, advantages and returns: what the update reads."""
 
-    loss_mask: Bool[Tensor, "B T"]  # tokens in the loss: completion_mask minus what the algorithm leaves out
-    rewards: Float[Tensor, "B T"]  # score on the last token, minus the KL penalty where it is placed here
+    loss_mask: Bool[Tensor, "B T"]  # tokens in the loss: action_mask minus what the algorithm leaves out
+    rewards: Float[Tensor, "B T"]  # score on the last token of its turn, minus the KL penalty where it is placed here
     advantages: Float[Tensor, "B T"]  # zero outside the mask
     returns: Float[Tensor, "B T"]  # the critic's target
     hint_weights: Float[Tensor, "B T"]  # importance weights of hinted rows, already in the advantages; 1 elsewhere

@@ -470,6 +470,25 @@ class Encoder:
         """Encode a text as it is, without the tokenizer's special tokens around it."""
         return self._tokenize([text])[0]
 
+    def continuation(self, text: str) -> list[int]:
+        """Encode a text that continues another one, without what the tokenizer puts at the start of a text."""
+        if not self.start:
+            return self.text(text)
+        (ids,) = self._tokenize_continuations([text])
+        return self.text(text) if ids is None else ids
+
+    def without_specials(self, text: str) -> list[int]:
+        """Encode a text that continues another one; special tokens that it spells out are ordinary text."""
+        backend = getattr(self.reader, "backend_tokenizer", None)
+        if backend is None:
+            return self.continuation(text)
+        before = backend.encode_special_tokens
+        backend.encode_special_tokens = True
+        try:
+            return self.continuation(text)
+        finally:
+            backend.encode_special_tokens = before
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text, special tokens included."""
         text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
