@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import runs
 import torch
 import word_games
-from torch import Tensor
 
 from rlhf.batching import concat
 from rlhf.errors import RewardError
+from rlhf.experience import compute_advantages
 from rlhf.sampling.episodes import EpisodeSampler
+from rlhf.training.annotate import annotate
+from rlhf.training.collect import sample_and_score
 from rlhf.training.online_run import OnlineRun
 from rlhf.types import Completions, StopReason
 
@@ -66,19 +69,17 @@ def test_a_row_is_actions_and_observations(tmp_path: Path) -> None:
 
 
 def test_rewards_are_those_of_the_actions(tmp_path: Path) -> None:
-    rows = played(runs.online(tree(tmp_path)))
+    rows, checked = played(runs.online(tree(tmp_path))), 0
     for row in range(len(rows)):
-        wanted = None
         observed = rows.completion_ids[row][rows.completion_mask[row] & ~rows.action_mask[row]].tolist()[::2]
-        for turn in range(int(rows.turns[row].max()) + 1):
+        for turn in range(1, int(rows.turns[row].max()) + 1):
             here = rows.action_mask[row] & (rows.turns[row] == turn)
             words = [runs.WORDS[token] for token in rows.completion_ids[row][here].tolist()]
-            if turn > 0 and turn <= len(observed):
-                # the color that is paid for alternates, and is told after the turn in which it counted
-                wanted = {"red": "blue", "blue": "red"}[runs.WORDS[observed[turn - 1]]]
-                expected = 0.25 * words.count(wanted) + 0.5 * words.count("good")
-                assert float(rows.turn_rewards[row][here][-1]) == expected
-    assert wanted is not None
+            # the color that is paid for alternates, and is told after the turn in which it counted
+            wanted = {"red": "blue", "blue": "red"}[runs.WORDS[observed[turn - 1]]]
+            assert float(rows.turn_rewards[row][here][-1]) == 0.25 * words.count(wanted) + 0.5 * words.count("good")
+            checked += 1
+    assert checked > 10
 
 
 def test_neither_batch_nor_workers_nor_first_turn_change_an_episode(tmp_path: Path) -> None:
@@ -133,8 +134,6 @@ def test_the_ratio_is_1_in_the_first_minibatch_and_kl_is_0_at_the_start(tmp_path
     settings["schedule"] = {"steps": 1}
     runs.make_model(tmp_path / "model", dtype=torch.float64)
     runs.trained(settings, "sampling.old_log_probs=trainer")
-    import json
-
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["policy/first_ratio_deviation"] < 1e-9
     assert abs(line["kl/reference"]) < 1e-9
@@ -144,10 +143,6 @@ def test_the_ratio_is_1_in_the_first_minibatch_and_kl_is_0_at_the_start(tmp_path
 
 
 def _experience(run: OnlineRun) -> Any:
-    from rlhf.experience import compute_advantages
-    from rlhf.training.annotate import annotate
-    from rlhf.training.collect import sample_and_score
-
     collected = sample_and_score(run, 1)
     assert collected is not None
     return compute_advantages(annotate(run, collected), run.algorithm, run.coefs)
@@ -196,13 +191,13 @@ def test_ten_thousand_tokens_are_a_context_overflow(tmp_path: Path) -> None:
 
 
 def test_many_failures_stop_the_run(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path, "Failing"))
     with pytest.raises(RewardError, match=r"16 of 16 episodes failed .* no more colors"):
-        settings = tree(tmp_path, "Failing")
-        played(runs.online(settings), group_size=1)
+        played(run, group_size=1)
 
 
 def test_on_error_stop_and_zero(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="on_error=stop.*no more colors"):
+    with pytest.raises(RewardError, match=r"on_error=stop.*no more colors"):
         played(runs.online(tree(tmp_path, "Broken", kwargs={"how": "raise"}, on_error="stop")), group_size=1)
     run = runs.online(
         tree(tmp_path, "Broken", kwargs={"how": "raise"}, on_error="zero"), f"run.out_dir={tmp_path / 'zero'}"
@@ -217,10 +212,6 @@ def test_token_budget(tmp_path: Path) -> None:
     rows = played(runs.online(tree(tmp_path, max_tokens=14)))
     assert (rows.stops == StopReason.MAX_TOKENS).any()
     assert int(rows.completion_mask.sum(dim=1).max()) <= 14
-
-
-def _lengths(rows: Completions) -> Tensor:
-    return rows.completion_mask.sum(dim=1)
 
 
 def test_bootstrap_reads_the_last_observation_and_learns_no_token_of_it(tmp_path: Path) -> None:
@@ -248,7 +239,7 @@ def test_drop_leaves_cut_episodes_out_of_the_loss(tmp_path: Path) -> None:
     assert not experience.loss_mask[cut].any()
 
 
-@pytest.mark.parametrize("preset", ["ppo", "grpo", "rloo", "reinforce_pp", "gspo", "online_dpo", "cispo", "trpo"])
+@pytest.mark.parametrize("preset", ["ppo", "grpo", "gspo", "online_dpo", "trpo"])
 def test_presets_train_on_episodes(tmp_path: Path, preset: str) -> None:
     settings = tree(tmp_path)
     settings["algorithm"] = {"preset": preset}
