@@ -66,8 +66,7 @@ class Batch:
 
     def live_tokens(self) -> Int[Tensor, " B"]:
         """Count the live tokens of each row, prompt and completions; the prompt of a pair counts once."""
-        parts = ("loss_mask", "action_mask")  # of the tokens that another mask counts
-        masks = [getattr(self, f.name) for f in fields(self) if f.name.endswith("_mask") and f.name not in parts]
+        masks = [getattr(self, f.name) for f in fields(self) if f.name.endswith("_mask") and f.name != "loss_mask"]
         counts = torch.stack([mask.sum(dim=1) for mask in masks])
         return counts.sum(dim=0)
 

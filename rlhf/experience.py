@@ -25,7 +25,7 @@ def compute_advantages(
     """
     mask = rollout.action_mask
     penalty = _reward_penalty(rollout, algorithm, coefs)
-    rewards = token_rewards(rollout.scores, penalty, mask, rollout.turn_rewards if bool(rollout.stops.any()) else None)
+    rewards = token_rewards(rollout.scores, penalty, mask, rollout.episode_rewards)
     advantages, returns = algorithm.advantage.compute(rollout, rewards)
     if ratio_cap is not None:
         advantages = advantages * truncated_importance(rollout.logprobs, rollout.sampler_logprobs, mask, cap=ratio_cap)

@@ -2,7 +2,7 @@
 
 Axes: B rows, P prompt tokens (left-padded), T completion tokens (right-padded), G completions per prompt.
 Every `[B, T]` tensor is aligned with `completion_ids`: entry t belongs to completion token t. Masks are Bool and True
-where live. No field is Optional: without a critic the values are zero, without a reference the KL is zero.
+where live. Without a critic the values are zero, without a reference the KL is zero. Optional is what episodes add.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class Completions(Prompts):
     """Sampled completions. The rows of one prompt are contiguous, `group_size` at a time.
 
     With an environment a row is an episode, action, observation, action ...: the model reads all of it, and learns from
-    the actions. The last four fields are filled in where they are not given: all live tokens are the action of one
-    turn.
+    the actions. The fields of episodes are None without one; the properties below say what holds then.
     """
 
     completion_ids: Int[Tensor, "B T"]
@@ -60,23 +59,35 @@ class Completions(Prompts):
     sampler_logprobs: Float[Tensor, "B T"]  # as the sampler computed them; for the mismatch metric
     finished: Bool[Tensor, " B"]  # ended by EOS, not by length
     group_size: int
-    action_mask: Bool[Tensor, "B T"] = None  # type: ignore[assignment]  # the policy drew them; within completion_mask
-    turns: Int[Tensor, "B T"] = None  # type: ignore[assignment]  # of an action token its turn, from 0
-    turn_rewards: Float[Tensor, "B T"] = None  # type: ignore[assignment]  # on the last action token of its turn
-    stops: Int[Tensor, " B"] = None  # type: ignore[assignment]  # of each row its StopReason
+    episode_actions: Bool[Tensor, "B T"] | None = None  # tokens that the policy drew; within completion_mask
+    episode_turns: Int[Tensor, "B T"] | None = None  # of an action token its turn, from 0
+    episode_rewards: Float[Tensor, "B T"] | None = None  # of a turn, on the last of its action tokens
+    episode_stops: Int[Tensor, " B"] | None = None  # of each row its StopReason
 
-    def __post_init__(self) -> None:
-        """Fill in what a completion without an environment does not say."""
-        ids = self.completion_ids
-        absent = {
-            "action_mask": self.completion_mask,
-            "turns": torch.zeros_like(ids),
-            "turn_rewards": torch.zeros_like(self.sampler_logprobs),
-            "stops": torch.zeros_like(self.finished, dtype=torch.long),
-        }
-        for name, default in absent.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, default)
+    @property
+    def has_episodes(self) -> bool:
+        """Return whether an environment answered the policy."""
+        return self.episode_stops is not None
+
+    @property
+    def action_mask(self) -> Bool[Tensor, "B T"]:
+        """Return which tokens the policy drew, and learns from: without an environment all live ones."""
+        return self.completion_mask if self.episode_actions is None else self.episode_actions
+
+    @property
+    def turns(self) -> Int[Tensor, "B T"]:
+        """Return the turn of each action token, from 0."""
+        return torch.zeros_like(self.completion_ids) if self.episode_turns is None else self.episode_turns
+
+    @property
+    def turn_rewards(self) -> Float[Tensor, "B T"]:
+        """Return the rewards of turns, each on the last action token of its turn; 0 without an environment."""
+        return torch.zeros_like(self.sampler_logprobs) if self.episode_rewards is None else self.episode_rewards
+
+    @property
+    def stops(self) -> Int[Tensor, " B"]:
+        """Return the StopReason of each row; NONE without an environment."""
+        return torch.zeros_like(self.row_ids) if self.episode_stops is None else self.episode_stops
 
     @property
     def bootstrapped(self) -> Bool[Tensor, " B"]:
@@ -104,13 +115,7 @@ class Rollout(Completions):
     ref_logprobs: Float[Tensor, "B T"]  # the policy's own when there is no reference: zero KL
     values: Float[Tensor, "B T"]  # V of the state in which token t is chosen; zero when there is no critic
     hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt, which is not in prompt_ids (algorithm.rescue)
-    final_values: Float[Tensor, " B"] = None  # type: ignore[assignment]  # V after the last action; 0 if it ended
-
-    def __post_init__(self) -> None:
-        """Fill in the values of states in which everything ended."""
-        super().__post_init__()
-        if self.final_values is None:
-            object.__setattr__(self, "final_values", torch.zeros_like(self.scores, dtype=self.values.dtype))
+    final_values: Float[Tensor, " B"] | None = None  # V after the last action; 0 where all ended. None: 0 for all
 
 
 @dataclass(frozen=True, kw_only=True)

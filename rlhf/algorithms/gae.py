@@ -98,9 +98,9 @@ class Gae(Advantage):
             mask,
             gamma=self.gamma,
             gae_lambda=self.gae_lambda,
-            turns=rollout.turns,
+            turns=rollout.episode_turns,
             turn_lambda=self.turn_lambda,
-            final_values=rollout.final_values if bool(rollout.final_values.any()) else None,
+            final_values=rollout.final_values,
         )
         return (whiten(advantages, mask) if self.whiten else advantages), returns
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,9 +25,8 @@ from rlhf.environments.host import Act, Answer, Begin, End, Host, Request
 from rlhf.environments.load import load_environment
 from rlhf.environments.protocol import Fault, ResetResult, StepResult
 from rlhf.environments.worker import Start, receive, send
-from rlhf.errors import ConfigError, ResourceError
+from rlhf.errors import ResourceError
 from rlhf.rewards.function import TimeLimitExceeded, run_with_timeout
-from rlhf.user_code import OBJECT
 
 START_S = 120.0  # a worker imports the user's module and, with an adapter, a library
 CHANGED = (
@@ -51,15 +51,9 @@ class EnvironmentPool:
         """Check the environment, and take the limits; workers start with the first request.
 
         Raises:
-            ConfigError: there is no such environment, or workers cannot have it.
+            ConfigError: there is no such environment.
         """
         self.make = load_environment(target, kwargs)
-        if workers and target.startswith(OBJECT):
-            raise ConfigError(
-                f"environment.workers is {workers}, but {target.removeprefix(OBJECT)!r} is an object of "
-                "this process, which a worker cannot import: put the class into a .py file and give "
-                'environment.target="my_env.py:NAME", or set environment.workers=0'
-            )
         self.timeout_s = timeout_s
         self.seconds = 0.0  # of all requests so far
         start = Start(target, dict(kwargs), tuple(plugins), tuple(sys.path))
@@ -67,6 +61,7 @@ class EnvironmentPool:
         self._dealt: dict[int, int] = {}  # episode -> number of its worker
         self._begun = 0
         self._workers = [_Worker(start, timeout_s) for _ in range(workers)]
+        weakref.finalize(self, _stop_all, self._workers)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="environment") if workers else None
 
     def run(self, requests: Sequence[Request]) -> list[Answer]:
@@ -76,12 +71,10 @@ class EnvironmentPool:
         self.seconds += time.perf_counter() - started
         return answers
 
-    def close(self) -> None:
-        """End the workers."""
+    def stop(self) -> None:
+        """End the worker processes; the next request starts them again."""
         for worker in self._workers:
             worker.stop()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
 
     def _worker_of(self, request: Request) -> int:
         """Deal episodes to the workers in turn, and remember which has one."""
@@ -116,6 +109,11 @@ class EnvironmentPool:
         for future in futures:
             future.result()
         return answers
+
+
+def _stop_all(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.stop()
 
 
 def _overdue(seconds: float | None) -> str:

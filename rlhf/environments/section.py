@@ -8,7 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
+from rlhf.errors import ConfigError
 from rlhf.section import Facts, Rule, Section, Value
+from rlhf.user_code import OBJECT
 
 Count = Annotated[int, Ge(1)]
 FEWEST_ACTION_TOKENS = 16  # of a turn: fewer hold no thought and no call of a tool
@@ -90,11 +92,17 @@ class EnvironmentConfig(Section):
         """Import the environment, and check how it is made.
 
         Raises:
-            ConfigError: there is no such environment.
+            ConfigError: there is no such environment, or workers cannot have it.
         """
         from rlhf.environments.load import load_environment
 
         load_environment(self.target, self.kwargs)
+        if self.workers and self.target.startswith(OBJECT):
+            raise ConfigError(
+                f"environment.workers is {self.workers}, but {self.target.removeprefix(OBJECT)!r} is an object of this "
+                "process, which a worker cannot import: put the class into a .py file and give "
+                'environment.target="my_env.py:NAME", or set environment.workers=0'
+            )
 
     def check_run(self, unsupported: Mapping[str, str]) -> None:
         """Check that no setting of the run is on which episodes cannot be combined with.

@@ -108,7 +108,7 @@ def _score_rollout(
         lambda size: models.engine.ranks.map_rows_to_tensors(completions, lambda share: forward_in_parts(share, size))
     )
     values = scores.values.to(logprobs.dtype)
-    if bool(completions.stops.any()):  # what an environment wrote has no probability under the policy
+    if completions.has_episodes:  # what an environment wrote has no probability under the policy
         logprobs, ref_logprobs, kl = (
             torch.where(completions.action_mask, tensor, 0.0) for tensor in (logprobs, ref_logprobs, kl)
         )
@@ -139,7 +139,7 @@ def _forward(
 def _rollout_metrics(rollout: Rollout) -> dict[str, float]:
     """Compute the metrics that need no reference."""
     scores, mask = rollout.scores.double(), rollout.action_mask
-    episodes = {"eval/turns": Mean.of(turn_counts(rollout)).value} if bool(rollout.stops.any()) else {}
+    episodes = {"eval/turns": Mean.of(turn_counts(rollout)).value} if rollout.has_episodes else {}
     return {
         "eval/score": float(scores.mean()),
         "eval/score_std": float(scores.std(correction=0)),

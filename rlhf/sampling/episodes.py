@@ -355,10 +355,10 @@ class EpisodeSampler:
             sampler_logprobs=_padded([episode.logprobs for episode in episodes], width, 0.0).to(dtype),
             finished=torch.tensor([e.stop is StopReason.TERMINATED and e.ended for e in episodes]),
             group_size=group_size,
-            action_mask=_padded([episode.is_action for episode in episodes], width, False),
-            turns=_padded([episode.turns for episode in episodes], width, 0),
-            turn_rewards=torch.tensor(rewards, dtype=torch.float32),
-            stops=torch.tensor([int(episode.stop) for episode in episodes]),
+            episode_actions=_padded([episode.is_action for episode in episodes], width, False),
+            episode_turns=_padded([episode.turns for episode in episodes], width, 0),
+            episode_rewards=torch.tensor(rewards, dtype=torch.float32),
+            episode_stops=torch.tensor([int(episode.stop) for episode in episodes]),
         )
 
 

@@ -82,7 +82,7 @@ def compute_logprobs_and_values(
 
     logprobs, ref_logprobs, values = models.engine.ranks.map_rows_to_tensors(completions, work)
     final_values = _final_values(completions, values)
-    if bool(completions.stops.any()):  # what the environment wrote has no probability under the policy
+    if completions.has_episodes:  # what the environment wrote has no probability under the policy
         logprobs, ref_logprobs, values = (
             torch.where(completions.action_mask, tensor, 0.0) for tensor in (logprobs, ref_logprobs, values)
         )
@@ -99,8 +99,10 @@ def compute_logprobs_and_values(
     )
 
 
-def _final_values(completions: Completions, values: Float[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """Return V of the state in which a row that was cut ends: the value at its last live token; 0 for the others."""
+def _final_values(completions: Completions, values: Float[Tensor, "B T"]) -> Float[Tensor, " B"] | None:
+    """Return V of the state in which a row that was cut ends: the value at its last live token; None without any."""
+    if not completions.has_episodes or not bool(completions.bootstrapped.any()):
+        return None
     last = (completions.completion_mask.sum(dim=1, keepdim=True) - 1).clamp(min=0)
     return torch.where(completions.bootstrapped, values.gather(1, last).squeeze(1), 0.0)
 
@@ -206,7 +208,7 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
         if name in scores.parts:
             metrics.update({f"score/{name}": Mean.of(scores.parts[name])})
     metrics.merge(part_metrics(scores))
-    if bool(experience.stops.any()):
+    if experience.has_episodes:
         metrics.merge(episode_metrics(experience))
     metrics.update(_scores_by_source(experience, values))
     if experience.group_size > 1:

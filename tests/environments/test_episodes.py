@@ -113,6 +113,25 @@ def test_a_group_has_one_seed_and_its_members_draw_for_themselves(tmp_path: Path
     assert len({tuple(ids.tolist()) for ids in rows.completion_ids[:4]}) > 1
 
 
+def test_each_turn_has_draws_of_its_own(tmp_path: Path) -> None:
+    """With a context that does not matter (a model of constant logits) turns would be equal if they shared draws."""
+    settings = tree(tmp_path)
+    run = runs.online(settings)
+    for parameter in run.models.policy.parameters():
+        parameter.data.zero_()
+    rows = played(run)
+    first, second = (
+        [
+            rows.completion_ids[row][rows.action_mask[row] & (rows.turns[row] == turn)].tolist()
+            for row in range(len(rows))
+        ]
+        for turn in (0, 1)
+    )
+    both = [(a, b) for a, b in zip(first, second, strict=True) if b]
+    assert len(both) > 8
+    assert sum(a == b for a, b in both) < len(both) / 2
+
+
 def test_no_gradient_through_what_the_environment_wrote(tmp_path: Path) -> None:
     """The loss reads no log-probability, entropy or value of an environment's token, whatever it is."""
     run = runs.online(tree(tmp_path), "algorithm.policy_loss.entropy_coef=0.01")
@@ -150,7 +169,7 @@ def _experience(run: OnlineRun) -> Any:
 
 def _close(run: OnlineRun) -> None:
     assert run.episodes is not None
-    run.episodes.pool.close()
+    run.episodes.pool.stop()
     run.session.recorder.close()
 
 
@@ -220,6 +239,7 @@ def test_bootstrap_reads_the_last_observation_and_learns_no_token_of_it(tmp_path
     cut = experience.stops == StopReason.MAX_TURNS
     assert cut.any()
     assert torch.equal(experience.bootstrapped, cut)
+    assert experience.final_values is not None
     assert (experience.final_values[cut] != 0).all()
     assert (experience.final_values[~cut] == 0).all()
     rows = cut.nonzero().flatten().tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import runs
@@ -35,6 +36,25 @@ class Colors:
         wanted = ("red", "blue")[(self.seed + self.played) % 2]
         reward = 0.25 * action.split().count(wanted) + 0.5 * action.split().count("good")
         return f"{wanted} one", reward, self.played == self.turns or "bad" in action, False, {}
+
+
+class Killed(BaseException):
+    """The process is gone: nothing is saved."""
+
+
+class KilledAt(Colors):
+    """Kills the process after as many steps, over all episodes, as a file says."""
+
+    def __init__(self, counter: str) -> None:
+        super().__init__()
+        self.counter = Path(counter)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        left = int(self.counter.read_text()) - 1
+        self.counter.write_text(str(left))
+        if left == 0:
+            raise Killed
+        return super().step(action)
 
 
 class Broken(Colors):
