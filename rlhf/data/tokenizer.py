@@ -479,15 +479,11 @@ class Encoder:
 
     def without_specials(self, text: str) -> list[int]:
         """Encode a text that continues another one; special tokens that it spells out are ordinary text."""
-        backend = getattr(self.reader, "backend_tokenizer", None)
-        if backend is None:
-            return self.continuation(text)
-        before = backend.encode_special_tokens
-        backend.encode_special_tokens = True
-        try:
-            return self.continuation(text)
-        finally:
-            backend.encode_special_tokens = before
+        head, whole = (
+            list(self.reader(part, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"])
+            for part in (self.start, self.start + text)
+        )
+        return whole[len(head) :] if whole[: len(head)] == head else self.text(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text, special tokens included."""

@@ -13,7 +13,7 @@ from rlhf.section import Facts, Rule, Section, Value
 from rlhf.user_code import OBJECT
 
 Count = Annotated[int, Ge(1)]
-FEWEST_ACTION_TOKENS = 16  # of a turn: fewer hold no thought and no call of a tool
+FEWEST_ACTION_TOKENS = 8  # of a turn: fewer hold no sentence and no call of a tool
 ERROR_SHARE = 0.05  # of the episodes of a step; more failures of environments stop the run
 
 
@@ -69,7 +69,7 @@ class EnvironmentConfig(Section):
             reason="With a budget of one or two short actions most episodes of several turns are cut before they can "
             "succeed: nothing is learned, and nothing fails.",
             source="huggingface/trl issues 5697 and 6263: a default of 256 tokens",
-            fix="sampling.max_new_tokens=32 or more, environment.max_tokens=null",
+            fix="sampling.max_new_tokens=32 (8 for a number alone), environment.max_tokens=null",
         ),
         Rule(
             name="agent-no-deadline",

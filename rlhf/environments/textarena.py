@@ -42,17 +42,19 @@ class Game:
     def __init__(self, game: Any) -> None:
         """Take the game."""
         self.game = game
+        self.read = ""  # what the player has read so far: wrappers give the whole of it again
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Begin a game."""
         self.game.reset(num_players=1, seed=seed)
+        self.read = ""
         return self._unread(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Make a move; the game's reward comes at its end."""
         done, _ = self.game.step(action=action)
         if not done:
-            return self._unread(), 0.0, False, False, {}
+            return self._unread().removeprefix(f"[Player] {action}").strip(), 0.0, False, False, {}
         rewards, _ = self.game.close()
         reward = float((rewards or {}).get(0, 0.0))
         return "", reward, True, False, {}
@@ -60,6 +62,7 @@ class Game:
     def _unread(self) -> str:
         """Return what the game has told the player since its last move; without an observation wrapper, its events."""
         _, observation = self.game.get_observation()
-        if isinstance(observation, str):
-            return observation
-        return "\n".join(str(event[1]) for event in observation)
+        text = observation if isinstance(observation, str) else "\n".join(str(event[1]) for event in observation)
+        unread = text.removeprefix(self.read)
+        self.read = text
+        return unread.strip()

@@ -155,9 +155,14 @@ class ToolEnvironment:
         """Run the calls of an action, or end the episode with the instance's reward."""
         calls = read_calls(action)
         if not calls:
-            reward = self.instance.get_reward() if hasattr(self.instance, REWARD) else 0.0
+            reward = self._reward(action)
             return "", float(reward or 0.0), True, False, {}
         return _run_calls(calls, self.tools)
+
+    def _reward(self, answer: str) -> float:
+        """Ask the instance for its reward; get_reward may have an argument `answer`, the text without a call."""
+        function = getattr(self.instance, REWARD, None)
+        return 0.0 if function is None else function(**_taken(function, {"answer": answer}, None))
 
 
 def _run_calls(calls: Sequence[Call | str], tools: Mapping[str, Tool]) -> tuple[str, float, bool, bool, dict[str, Any]]:
