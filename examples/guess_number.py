@@ -46,12 +46,16 @@ def random_game(seed):
     return messages
 
 
-def write_games(games="games.jsonl", rules="rules.jsonl", count=400):
+def write_games():
     """Write games of random play to imitate, and the rows that games are played from: each has the rules."""
-    with open(games, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"messages": random_game(seed)}) + "\n" for seed in range(count))
-    with open(rules, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"prompt": RULES, "game": game}) + "\n" for game in range(256))
+    files = {
+        "games.jsonl": [{"messages": random_game(seed)} for seed in range(400)],
+        "rules.jsonl": [{"prompt": RULES}] * 256,
+        "held_out.jsonl": [{"prompt": RULES}] * 100,
+    }
+    for name, rows in files.items():
+        with open(name, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

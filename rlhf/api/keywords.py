@@ -292,6 +292,7 @@ class SftKeywords(TypedDict, total=False):
     reference: ReferenceKeys
     critic: CriticKeys
     reward: Any
+    environment: Any
     sampling: SamplingKeys
     algorithm: OfflineKeys
     overlap: OverlapKeys
@@ -400,6 +401,7 @@ class CompareKeywords(TypedDict, total=False):
     policy: PolicyKeys
     reference: ReferenceKeys
     critic: CriticKeys
+    environment: Any
     sampling: SamplingKeys
     algorithm: Mapping[str, Any]
     overlap: OverlapKeys
