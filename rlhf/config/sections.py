@@ -514,7 +514,10 @@ class OfflineConfig(TrainSections):
     @property
     def held_out_source(self) -> Source | None:
         """Return the source that scores sampled held-out completions; None if the run samples none."""
-        return self.eval.source if self.data.eval_prompts is not None else None
+        if self.data.eval_prompts is None:
+            return None
+        of_environment = self.reward.source if self.environment is not None and self.reward is not None else None
+        return self.eval.source or of_environment
 
     @property
     def uses_reference(self) -> bool:

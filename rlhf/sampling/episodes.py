@@ -132,10 +132,12 @@ class EpisodeSampler:
         """
         self.sampler, self.pool, self.encoder, self.config = sampler, pool, encoder, config
         self.max_new_tokens, self.context, self.ranks = max_new_tokens, context, ranks
-        self.bridge = make_bridge(encoder) if config.max_turns > 1 else None
+        reads_on = config.max_turns > 1 or config.truncation == "bootstrap"
+        self.bridge = make_bridge(encoder) if reads_on else None
         self.note: Callable[[str], None] = lambda _: None
         self.counts = EpisodeCounts()
         self._played = 0
+        self._faults: list[str] = []  # of the episodes of this call
         self._has_tool_form: bool | None = None
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
@@ -152,6 +154,11 @@ class EpisodeSampler:
         finally:
             self._ask(End(episode.number) for episode in episodes)
         self._check_faults(episodes)
+        if first is None and not self._faults:
+            raise RewardError(
+                f"no episode could begin: the first observation of {self.config.target!r} leaves no room for an action "
+                f"in the model's context of {self.context}; shorten it, or lower sampling.max_new_tokens"
+            )
         self.counts.seconds += self.pool.seconds - started
         self.counts.episodes += len(episodes)
         return self._collect(rows, episodes, first, group_size)
@@ -168,7 +175,7 @@ class EpisodeSampler:
         self._played += len(rows)
         seeds = [derive_seed(key, "environment", row // group_size) % LARGEST_SEED for row in rows.row_ids.tolist()]
         requests = [Begin(e.number, seed, _options(e.reference)) for e, seed in zip(episodes, seeds, strict=True)]
-        self._faults: list[str] = []
+        self._faults = []
         for episode, answer in zip(episodes, self._ask(requests), strict=True):
             if isinstance(answer, Fault):
                 self._fail(episode, answer)

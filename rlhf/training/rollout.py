@@ -199,7 +199,8 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
     )
     if not models.update_gives_old_logprobs:  # else the update's pass measures them
         metrics.update(logprob_metrics(experience, models))
-    metrics.update(_duplicates(experience))
+    if not experience.has_episodes:  # which often begin alike: the task is in the seed
+        metrics.update(_duplicates(experience))
     metrics.add("score/std", float(values.std(correction=0)))
     metrics.merge(_advantage_metrics(experience, algorithm))
     if "raw" in scores.parts:

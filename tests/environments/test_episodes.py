@@ -270,3 +270,23 @@ def test_presets_train_on_episodes(tmp_path: Path, preset: str) -> None:
     before.session.recorder.close()
     after = runs.trained(settings, "schedule.steps=2")
     assert runs.largest_difference(start, runs.weights(after.models.policy)) > 0
+
+
+def test_a_first_observation_without_room(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path, "Wordy", kwargs={"words": 80}))
+    with pytest.raises(RewardError, match="no episode could begin"):
+        played(run)
+    rows = played(runs.online(tree(tmp_path, "Wordy", kwargs={"words": 3}), f"run.out_dir={tmp_path / 'b'}"))
+    assert (rows.prompt_mask.sum(dim=1) >= 5).all()
+    assert all(str(reference["prompt"]).endswith("\n\nred red red") for reference in rows.references)
+
+
+def test_a_supervised_run_is_evaluated_by_episodes(tmp_path: Path) -> None:
+    settings = runs.offline_tree(tmp_path, "sft")
+    del settings["data"]["preferences"], settings["data"]["eval_preferences"], settings["eval"]["source"]
+    rows = [{"prompt": "red one", "completion": " good"}] * 16
+    settings["data"]["sft"] = {"path": str(runs.write_rows(tmp_path / "sft.jsonl", rows))}
+    settings["environment"] = {"target": f"{word_games.__file__}:Colors", "max_turns": 2}
+    runs.trained_offline(settings)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [1 <= line["eval/turns"] <= 2 for line in lines if "eval/turns" in line].count(True) >= 2

@@ -11,7 +11,7 @@ import runs
 import torch
 import word_games
 
-CLOCK = ("time", "second", "env/", "eval/turns", "memory", "tokens_per")
+CLOCK = ("time", "second", "env/", "eval/turns", "duplicates", "memory", "tokens_per")
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

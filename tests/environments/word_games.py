@@ -94,3 +94,15 @@ class Failing(Colors):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         raise RuntimeError("no more colors")
+
+
+class Wordy(Colors):
+    """Begins with a long observation."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words = words
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        return " ".join(["red"] * self.words), {}
