@@ -78,7 +78,7 @@ def make_bridge(encoder: Encoder) -> Bridge:
         for text in _OBSERVED
     ]
     parts = [case.partition(_OBSERVED[number % 2]) for number, case in enumerate(cases)]
-    if len({(head, tail) for head, _, tail in parts}) != 1 or not all(found for _, found, _ in parts):
+    if len({(head, tail) for head, _, tail in parts}) != 1 or not all(middle for _, middle, _ in parts):
         raise _refused(encoder, "writes what stands between two turns differently from case to case")
     head, _, tail = parts[0]
     return Bridge(encoder, head, tail, turn_end_id(encoder.tokenizer, encoder.template))

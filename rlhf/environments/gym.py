@@ -37,7 +37,7 @@ class GymAdapter(Adapter):
 
 
 class TextOnly:
-    """A Gymnasium environment whose actions may be numbers: `Discrete` spaces take the number in the text."""
+    """A Gymnasium environment whose actions may be numbers: a discrete space takes the number in the text."""
 
     def __init__(self, environment: Any) -> None:
         """Take the environment."""

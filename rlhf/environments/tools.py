@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 from rlhf.environments.protocol import TOOL_CALLS, TOOL_ERRORS, Observation, checked_reset
 
 CALL = re.compile(r"<tool(?:_call)?>\s*(.*?)\s*</tool(?:_call)?>", re.DOTALL)
-"""A call in the plain-text grammar; the form of Qwen and Hermes templates (`tool_call`) is the same otherwise."""
+"""A call in the plain-text grammar; the form of Qwen's and Hermes' templates has another tag."""
 TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
 GUIDE = "You may call these tools, each by a line"
 FORM = '<tool>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool>'

@@ -320,12 +320,13 @@ class EpisodeSampler:
         """
         if not self._faults:
             return
-        said = f"{len(self._faults)} of {len(episodes)} episodes failed in the environment {self.config.target!r}"
+        failed = f"{len(self._faults)} of {len(episodes)} episodes failed in the environment {self.config.target!r}"
         if len(self._faults) > max(1, ERROR_SHARE * len(episodes)):
             raise RewardError(
-                f"{said}, more than {ERROR_SHARE:.0%}: what is left would be another task. The first: {self._faults[0]}"
+                f"{failed}, more than {ERROR_SHARE:.0%}: what is left would be another task. "
+                f"The first: {self._faults[0]}"
             )
-        self.note(f"warning: {said}: {self._faults[0]}")
+        self.note(f"warning: {failed}: {self._faults[0]}")
 
     def _ask(self, requests: Iterable[Request]) -> list[Answer]:
         """Answer requests, each on the rank that has the episode's environment; every rank gets all answers."""

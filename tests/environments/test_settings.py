@@ -66,8 +66,8 @@ def test_a_source_without_an_environment_is_refused(tmp_path: Path) -> None:
 
 
 def test_lint_of_budgets_and_deadlines(tmp_path: Path) -> None:
-    found = {finding.rule.name for finding in lint(config(tmp_path, environment={"step_timeout_s": None}))}
-    assert {"agent-token-budget", "agent-no-deadline"} <= found
+    broken = {finding.rule.name for finding in lint(config(tmp_path, environment={"step_timeout_s": None}))}
+    assert {"agent-token-budget", "agent-no-deadline"} <= broken
     roomy = config(tmp_path, sampling={"max_new_tokens": 32})
     assert not {finding.rule.name for finding in lint(roomy)} & {"agent-token-budget", "agent-no-deadline"}
 
