@@ -49,11 +49,13 @@ class Gae(Advantage):
             high=1.0,
             rule="gae-lambda",
             reason="A small λ relies on the critic more than on the score, and the critic is poor early in training.",
-            source="Schulman et al. 2016, sec. 6: 0.92 to 0.99; Huang et al. 2024 (N+): 0.95",
-            fix="algorithm.advantage.gae_lambda=0.95, or 1",
+            source="Schulman et al. 2016, sec. 6: 0.92 to 0.99; Huang et al. 2024 (N+): 0.95; Hu et al. 2025 (Open "
+            "Reasoner Zero): 1",
+            fix="algorithm.advantage.gae_lambda=1, or 0.95",
         ),
-    ] = 0.95
-    """Trades bias against variance: 0 gives the TD error, 1 the reward-to-go minus the value."""
+    ] = 1.0
+    """Trades bias against variance: 0 gives the TD error, 1 the reward-to-go minus the value. Below 1 a score at the
+    end of a long completion reaches its first tokens through the critic alone."""
     turn_lambda: Fraction | None = None
     """With an environment: gae_lambda of the step from the last token of a turn to the first of the next one, as in
     VAGEN (Wang et al. 2025); 1 carries a reward to earlier turns without loss. null: the same as gae_lambda."""
