@@ -18,6 +18,7 @@ A run passes through these packages, top to bottom; imports point down only:
     exact               a world small enough to enumerate, which shows whether a loss is right
     config              YAML to frozen, typed sections
     teachers            states to a teacher's next-token distributions
+    environments        actions to observations and rewards, over several turns
     rewards             completions to scores: each source is its section and what scores
     algorithms          one file each: settings, equation, usual ranges, presets
     algo                the mathematics that they share: tensors in, tensors out

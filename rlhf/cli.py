@@ -294,6 +294,9 @@ def _parser() -> argparse.ArgumentParser:
         default=512,
         help="longest answer, in tokens (default: 512)",
     )
+    chat.add_argument(
+        "--episodes", type=int, metavar="N", help="show N held-out episodes in the run's environment, and end"
+    )
     chat.add_argument("--seed", type=int, help="draw the same answers again")
     chat.add_argument("--greedy", action="store_true", help="take the most likely token each time")
     sample = verb("sample", "complete prompts by the model of a run, or in a model folder", "run")
@@ -571,8 +574,12 @@ def _chat(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.api.checks import ChatOptions, check_chat
     from rlhf.data.paths import resolve_best
 
-    del console  # the conversation streams to standard output, without layout
     target = resolve_best(parsed.target)
+    if parsed.episodes is not None:
+        from rlhf.commands.episodes import run_episodes
+
+        run_episodes(target, parsed.episodes, seed=parsed.seed or 0, greedy=parsed.greedy, console=console)
+        return
     names = ("system", "temperature", "top_p", "max_tokens", "seed", "greedy")
     options = ChatOptions(**{name: getattr(parsed, name) for name in names})
     sampling = check_chat(target, options)

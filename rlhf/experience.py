@@ -23,8 +23,9 @@ def compute_advantages(
     policy_loss.truncated_importance with that cap. Those of rows that were sampled with a hint are weighted as
     algorithm.rescue says.
     """
-    mask = rollout.completion_mask
-    rewards = token_rewards(rollout.scores, _reward_penalty(rollout, algorithm, coefs), mask)
+    mask = rollout.action_mask
+    penalty = _reward_penalty(rollout, algorithm, coefs)
+    rewards = token_rewards(rollout.scores, penalty, mask, rollout.episode_rewards)
     advantages, returns = algorithm.advantage.compute(rollout, rewards)
     if ratio_cap is not None:
         advantages = advantages * truncated_importance(rollout.logprobs, rollout.sampler_logprobs, mask, cap=ratio_cap)

@@ -111,8 +111,8 @@ class Objective:
     def _value_mask(self, batch: Experience) -> Bool[Tensor, "B T"]:
         """Return the mask of the tokens that the critic learns from: live, and not of a masked truncated completion."""
         if not self.algorithm.mask_truncated:
-            return batch.completion_mask
-        return batch.completion_mask & batch.finished[:, None]
+            return batch.action_mask
+        return batch.action_mask & batch.finished[:, None]
 
     def _surrogate(
         self,

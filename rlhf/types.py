@@ -2,19 +2,38 @@
 
 Axes: B rows, P prompt tokens (left-padded), T completion tokens (right-padded), G completions per prompt.
 Every `[B, T]` tensor is aligned with `completion_ids`: entry t belongs to completion token t. Masks are Bool and True
-where live. No field is Optional: without a critic the values are zero, without a reference the KL is zero.
+where live. Without a critic the values are zero, without a reference the KL is zero. Optional is what episodes add.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlhf.batching import Batch
+
+
+class StopReason(IntEnum):
+    """Why an episode ended; a completion without an environment is finished or cut, which `finished` says."""
+
+    NONE = 0  # a completion without an environment
+    TERMINATED = 1  # the environment said that the task is over
+    TRUNCATED = 2  # the environment ended it by a limit of its own
+    MAX_TURNS = 3  # environment.max_turns
+    MAX_TOKENS = 4  # environment.max_tokens leaves no room for another action
+    CONTEXT = 5  # the model's context leaves no room for another action
+    ERROR = 6  # the environment raised, hung, or returned what is no step
+
+    @property
+    def cuts(self) -> bool:
+        """Return whether a limit ended the episode, in a state from which it could have gone on."""
+        return self in (StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +48,53 @@ class Prompts(Batch):
 
 @dataclass(frozen=True, kw_only=True)
 class Completions(Prompts):
-    """Sampled completions. The rows of one prompt are contiguous, `group_size` at a time."""
+    """Sampled completions. The rows of one prompt are contiguous, `group_size` at a time.
+
+    With an environment a row is an episode, action, observation, action ...: the model reads all of it, and learns from
+    the actions. The fields of episodes are None without one; the properties below say what holds then.
+    """
 
     completion_ids: Int[Tensor, "B T"]
     completion_mask: Bool[Tensor, "B T"]  # True up to and including EOS
     sampler_logprobs: Float[Tensor, "B T"]  # as the sampler computed them; for the mismatch metric
     finished: Bool[Tensor, " B"]  # ended by EOS, not by length
     group_size: int
+    episode_actions: Bool[Tensor, "B T"] | None = None  # tokens that the policy drew; within completion_mask
+    episode_turns: Int[Tensor, "B T"] | None = None  # of an action token its turn, from 0
+    episode_rewards: Float[Tensor, "B T"] | None = None  # of a turn, on the last of its action tokens
+    episode_stops: Int[Tensor, " B"] | None = None  # of each row its StopReason
+
+    @property
+    def has_episodes(self) -> bool:
+        """Return whether an environment answered the policy."""
+        return self.episode_stops is not None
+
+    @property
+    def action_mask(self) -> Bool[Tensor, "B T"]:
+        """Return which tokens the policy drew, and learns from: without an environment all live ones."""
+        return self.completion_mask if self.episode_actions is None else self.episode_actions
+
+    @property
+    def turns(self) -> Int[Tensor, "B T"]:
+        """Return the turn of each action token, from 0."""
+        return torch.zeros_like(self.completion_ids) if self.episode_turns is None else self.episode_turns
+
+    @property
+    def turn_rewards(self) -> Float[Tensor, "B T"]:
+        """Return the rewards of turns, each on the last action token of its turn; 0 without an environment."""
+        return torch.zeros_like(self.sampler_logprobs) if self.episode_rewards is None else self.episode_rewards
+
+    @property
+    def stops(self) -> Int[Tensor, " B"]:
+        """Return the StopReason of each row; NONE without an environment."""
+        return torch.zeros_like(self.row_ids) if self.episode_stops is None else self.episode_stops
+
+    @property
+    def bootstrapped(self) -> Bool[Tensor, " B"]:
+        """Return which rows end with an observation that no action answers: the return goes on with its value."""
+        last = self.completion_mask.sum(dim=1, keepdim=True) - 1
+        ends_with_action = self.action_mask.gather(1, last.clamp(min=0)).squeeze(1)
+        return ~ends_with_action & self.action_mask.any(dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +115,15 @@ class Rollout(Completions):
     ref_logprobs: Float[Tensor, "B T"]  # the policy's own when there is no reference: zero KL
     values: Float[Tensor, "B T"]  # V of the state in which token t is chosen; zero when there is no critic
     hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt, which is not in prompt_ids (algorithm.rescue)
+    final_values: Float[Tensor, " B"] | None = None  # V after the last action; 0 where all ended. None: 0 for all
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(Rollout):
     """A rollout with token rewards, advantages and returns: what the update reads."""
 
-    loss_mask: Bool[Tensor, "B T"]  # tokens in the loss: completion_mask minus what the algorithm leaves out
-    rewards: Float[Tensor, "B T"]  # score on the last token, minus the KL penalty where it is placed here
+    loss_mask: Bool[Tensor, "B T"]  # tokens in the loss: action_mask minus what the algorithm leaves out
+    rewards: Float[Tensor, "B T"]  # score on the last token of its turn, minus the KL penalty where it is placed here
     advantages: Float[Tensor, "B T"]  # zero outside the mask
     returns: Float[Tensor, "B T"]  # the critic's target
     hint_weights: Float[Tensor, "B T"]  # importance weights of hinted rows, already in the advantages; 1 elsewhere

@@ -52,10 +52,11 @@ TRAIN_PAGES = {
         ("policy", "reference", "teacher", "critic"),
     ),
     "reward": Page(
-        "Settings: reward",
+        "Settings: reward and environment",
         "The judge of evaluations (`eval.source`) takes the same sources. Writing a reward function is described in "
-        "[your own reward](../own_reward.md).",
-        ("reward",),
+        "[your own reward](../own_reward.md), training "
+        "over several turns in [train an agent](../agents.md).",
+        ("reward", "environment"),
     ),
     "algorithm": Page(
         "Settings: algorithm",

@@ -215,7 +215,8 @@ def passes_on(handler: ast.ExceptHandler) -> bool:
 def test_errors_are_caught_by_name() -> None:
     """But a handler that passes on what it caught (to tell other processes first) may catch anything.
 
-    So may those around the calls of a tracker and of the hub: their HTTP clients have no class of errors in common.
+    So may those around the calls of a tracker and of the hub: their HTTP clients have no class of errors in common. So
+    may those around an environment and a tool: what they raise is an answer, counted and told.
     """
     wrong = []
     for name, path in MODULES.items():
@@ -224,7 +225,8 @@ def test_errors_are_caught_by_name() -> None:
                 caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
                 if {ast.unparse(kind) for kind in caught} & {"Exception", "BaseException"}:
                     wrong.append(name)
-    assert wrong == ["rlhf.data.paths", "rlhf.tracking.trackers"]
+    environments = [f"rlhf.environments.{name}" for name in ("host", "tools", "worker")]
+    assert sorted(wrong) == ["rlhf.data.paths", *environments, "rlhf.tracking.trackers"]
 
 
 def test_the_mathematics_is_light_to_import() -> None:

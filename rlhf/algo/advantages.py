@@ -5,25 +5,36 @@ The advantages of rlhf/algorithms are made of these estimators.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 GROUP_STD_EPS = 1e-4  # the papers give no value; this is TRL's, whose standard deviation is the sample's (n - 1)
 
 
 def token_rewards(
-    scores: Float[Tensor, " B"], penalty: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    scores: Float[Tensor, " B"],
+    penalty: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    turn_rewards: Float[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
-    """Combine the per-token penalty and the score into token rewards (Ziegler et al. 2019, eq. 2).
+    """Combine the penalty, the rewards of turns and the score into token rewards (Ziegler et al. 2019, eq. 2).
 
-        r_t = -penalty_t, plus the score on the last live token; zero outside the mask
+        r_t = -penalty_t + turn reward_t, plus on the last live token what the score has beyond all turn rewards;
+        zero outside the mask
 
-    A completion without a live token has no place for its score: its row is zero.
+    So the rewards of a row, without the penalty, add up to its score. A completion without a live token has no place
+    for its score: its row is zero.
     """
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
-    return torch.where(mask, -penalty, 0.0) + torch.where(mask & (positions == last), scores[:, None], 0.0)
+    rewards, rest = torch.where(mask, -penalty, 0.0), scores
+    if turn_rewards is not None:
+        given = torch.where(mask, turn_rewards, 0.0).to(scores.dtype)
+        rewards, rest = rewards + given, scores - given.sum(dim=1)
+    return rewards + torch.where(mask & (positions == last), rest[:, None], 0.0)
 
 
 def gae(
@@ -33,13 +44,18 @@ def gae(
     *,
     gamma: float,
     gae_lambda: float,
+    turns: Int[Tensor, "B T"] | None = None,
+    turn_lambda: float | None = None,
+    final_values: Float[Tensor, " B"] | None = None,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Compute generalized advantage estimates and the critic's targets (Schulman et al. 2016, eq. 16).
 
         A_t = delta_t + gamma * lambda * A_{t+1},   delta_t = r_t + gamma * V_{t+1} - V_t
 
-    Completions end, so V after the last token is 0. Masked tokens inside a row (there are none in a plain rollout) are
-    skipped: V_{t+1} and A_{t+1} are then those of the next live token.
+    Completions end, so V after the last token is 0, unless `final_values` gives it for rows that were cut. Masked
+    tokens inside a row (observations of an environment; there are none in a plain rollout) are skipped: V_{t+1} and
+    A_{t+1} are then those of the next live token. Where that token is of another turn, lambda is `turn_lambda` (None:
+    the same).
 
     Returns:
         advantages: zero outside the mask.
@@ -47,12 +63,19 @@ def gae(
     """
     live_values = torch.where(mask, values, 0.0)
     advantage = torch.zeros_like(rewards[:, 0])
-    next_value = torch.zeros_like(advantage)
+    next_value = torch.zeros_like(advantage) if final_values is None else final_values.to(rewards.dtype)
     advantages = torch.zeros_like(rewards)
+    discount: float | Tensor = gamma * gae_lambda
+    next_turn = None if turns is None or turn_lambda is None else turns[:, -1] if turns.shape[1] else turns.new_zeros(0)
     for t in reversed(range(rewards.shape[1])):
         live = mask[:, t]
+        if next_turn is not None:
+            assert turns is not None
+            assert turn_lambda is not None
+            discount = torch.where(turns[:, t] == next_turn, gamma * gae_lambda, gamma * turn_lambda).to(rewards.dtype)
+            next_turn = torch.where(live, turns[:, t], next_turn)
         delta = rewards[:, t] + gamma * next_value - live_values[:, t]
-        advantage = torch.where(live, delta + gamma * gae_lambda * advantage, advantage)
+        advantage = torch.where(live, delta + discount * advantage, advantage)
         next_value = torch.where(live, live_values[:, t], next_value)
         advantages[:, t] = torch.where(live, advantage, 0.0)
     return advantages, torch.where(mask, advantages + live_values, 0.0)
@@ -67,23 +90,33 @@ def rewards_to_go(rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, g
     return advantages
 
 
-def group_centered(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
+Kept = Bool[Tensor, " B"] | None
+"""Which rows count; the others are in no mean and get 0. None: all."""
+
+
+def group_centered(scores: Float[Tensor, " B"], group_size: int, *, kept: Kept = None) -> Float[Tensor, " B"]:
     """Subtract the mean of its group from every score (Dr. GRPO, Liu et al. 2025, eq. 3)."""
     groups = scores.view(-1, group_size)
+    if kept is not None:
+        return _of_kept(groups, kept.view_as(groups)).centered.flatten()
     return _subtract_baseline(groups, groups.mean(dim=1, keepdim=True)).flatten()
 
 
-def group_normalized(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
+def group_normalized(scores: Float[Tensor, " B"], group_size: int, *, kept: Kept = None) -> Float[Tensor, " B"]:
     """Standardize every score within its group (GRPO, Shao et al. 2024, sec. 4.1).
 
     A = (score - mean) / (std + 1e-4), with the population's standard deviation
     """
     groups = scores.view(-1, group_size)
+    if kept is not None:
+        left = _of_kept(groups, kept.view_as(groups))
+        variance = left.centered.square().sum(dim=1, keepdim=True) / left.count.clamp(min=1)
+        return (left.centered / (variance.sqrt() + GROUP_STD_EPS)).flatten()
     std = groups.std(dim=1, keepdim=True, correction=0)
     return (_subtract_baseline(groups, groups.mean(dim=1, keepdim=True)) / (std + GROUP_STD_EPS)).flatten()
 
 
-def leave_one_out(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
+def leave_one_out(scores: Float[Tensor, " B"], group_size: int, *, kept: Kept = None) -> Float[Tensor, " B"]:
     """Subtract the mean of the *other* scores of its group from every score (RLOO, Ahmadian et al. 2024, eq. 8).
 
     Equal to G/(G-1) x group_centered in a group of G.
@@ -94,8 +127,27 @@ def leave_one_out(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor,
     if group_size < 2:
         raise ValueError("leave_one_out needs groups of at least 2")
     groups = scores.view(-1, group_size)
+    if kept is not None:
+        left = _of_kept(groups, kept.view_as(groups))
+        return (left.centered * left.count / (left.count - 1).clamp(min=1)).flatten()
     others = (groups.sum(dim=1, keepdim=True) - groups) / (group_size - 1)
     return _subtract_baseline(groups, others).flatten()
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What is left of groups some of whose rows do not count."""
+
+    centered: Float[Tensor, "N G"]  # less the mean of the rows that count; 0 for the others, and where all are equal
+    count: Float[Tensor, "N 1"]
+
+
+def _of_kept(groups: Float[Tensor, "N G"], kept: Bool[Tensor, "N G"]) -> _Left:
+    count = kept.sum(dim=1, keepdim=True).to(groups.dtype)
+    mean = torch.where(kept, groups, 0.0).sum(dim=1, keepdim=True) / count.clamp(min=1)
+    first = groups.gather(1, kept.int().argmax(dim=1, keepdim=True))
+    same = (torch.where(kept, groups, first) == first).all(dim=1, keepdim=True)
+    return _Left(torch.where(kept & ~same, groups - mean, 0.0), count)
 
 
 def _subtract_baseline(groups: Float[Tensor, "N G"], baseline: Float[Tensor, "N _"]) -> Float[Tensor, "N G"]:

@@ -64,7 +64,7 @@ def best_worst_pairs(experience: Experience, *, min_gap: float = 0.0) -> Sampled
     sides: dict[str, Any] = {}
     for side, rows in (("chosen", chosen), ("rejected", rejected)):
         sides[f"{side}_ids"], sides[f"{side}_mask"] = rows.completion_ids, rows.completion_mask
-        sides[f"{side}_learned"] = rows.completion_mask
+        sides[f"{side}_learned"] = rows.action_mask
         sides[f"{side}_ref_logprobs"] = rows.ref_logprobs.double().sum(dim=1)
         sides[f"{side}_old_logprobs"] = rows.logprobs
     return SampledPairs(

@@ -75,7 +75,7 @@ class FunctionAdvantage(Advantage):
 
         from rlhf.algo.advantages import rewards_to_go
 
-        mask = rollout.completion_mask
+        mask = rollout.action_mask
         advantages = self.function(rewards=rewards, mask=mask, group_size=rollout.group_size).detach()
         return torch.where(mask, advantages, 0.0), rewards_to_go(rewards, mask, gamma=1.0)
 

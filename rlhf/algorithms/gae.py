@@ -56,6 +56,9 @@ class Gae(Advantage):
     ] = 1.0
     """Trades bias against variance: 0 gives the TD error, 1 the reward-to-go minus the value. Below 1 a score at the
     end of a long completion reaches its first tokens through the critic alone."""
+    turn_lambda: Fraction | None = None
+    """With an environment: gae_lambda of the step from the last token of a turn to the first of the next one, as in
+    VAGEN (Wang et al. 2025); 1 carries a reward to earlier turns without loss. null: the same as gae_lambda."""
     whiten: bool = True
     """Scale the advantages to mean 0 and variance 1 over all tokens of the step."""
     whiten_rewards: bool = False
@@ -88,10 +91,19 @@ class Gae(Advantage):
         from rlhf.algo.advantages import gae
         from rlhf.algo.masked import whiten
 
-        mask = rollout.completion_mask
+        mask = rollout.action_mask
         if self.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False)
-        advantages, returns = gae(rewards, rollout.values, mask, gamma=self.gamma, gae_lambda=self.gae_lambda)
+        advantages, returns = gae(
+            rewards,
+            rollout.values,
+            mask,
+            gamma=self.gamma,
+            gae_lambda=self.gae_lambda,
+            turns=rollout.episode_turns,
+            turn_lambda=self.turn_lambda,
+            final_values=rollout.final_values,
+        )
         return (whiten(advantages, mask) if self.whiten else advantages), returns
 
     def before_whitening(self, experience: Experience) -> Float[Tensor, "B T"]:

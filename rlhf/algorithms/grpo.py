@@ -77,5 +77,8 @@ class Group(Advantage):
             "centered": group_centered,
             "leave_one_out": leave_one_out,
         }
-        advantages = baselines[self.baseline](rewards.sum(dim=1), rollout.group_size)
-        return per_row(advantages, rewards, rollout.completion_mask)
+        kept = rollout.action_mask.any(dim=1)  # an episode whose environment failed has no action to learn from
+        advantages = baselines[self.baseline](
+            rewards.sum(dim=1), rollout.group_size, kept=None if bool(kept.all()) else kept
+        )
+        return per_row(advantages, rewards, rollout.action_mask)

@@ -59,7 +59,7 @@ class BestAndWorst(Advantage):
         from rlhf.algo.selection import pair_signs
 
         signs = pair_signs(rollout.scores, rollout.group_size, min_gap=self.min_gap)
-        return per_row(signs, rewards, rollout.completion_mask)
+        return per_row(signs, rewards, rollout.action_mask)
 
     def select(self, experience: Experience, *, drops_rows: bool) -> SampledPairs:
         """Pair the best with the worst completion of each prompt; there may be no pairs."""

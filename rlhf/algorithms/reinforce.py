@@ -89,8 +89,8 @@ class BatchWhiten(Advantage):
         from rlhf.algo.advantages import rewards_to_go
         from rlhf.algo.masked import whiten
 
-        returns = rewards_to_go(rewards, rollout.completion_mask, gamma=self.gamma)
-        return (whiten(returns, rollout.completion_mask) if self.whiten else returns), returns
+        returns = rewards_to_go(rewards, rollout.action_mask, gamma=self.gamma)
+        return (whiten(returns, rollout.action_mask) if self.whiten else returns), returns
 
     def before_whitening(self, experience: Experience) -> Float[Tensor, "B T"]:
         """Return the returns, which whitening has scaled; zero outside the mask."""

@@ -62,7 +62,7 @@ class Best(Advantage):
         from rlhf.algo.selection import select_best
 
         chosen = select_best(rewards.sum(dim=1), rollout.group_size, keep=self.keep, min_score=self.min_score)
-        return per_row(chosen.to(rewards.dtype), rewards, rollout.completion_mask)
+        return per_row(chosen.to(rewards.dtype), rewards, rollout.action_mask)
 
     def select(self, experience: Experience, *, drops_rows: bool) -> Experience:
         """Select the kept completions; there may be none."""

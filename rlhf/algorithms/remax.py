@@ -48,6 +48,6 @@ class Greedy(Advantage):
 
         from rlhf.algo.advantages import rewards_to_go
 
-        mask = rollout.completion_mask
+        mask = rollout.action_mask
         returns = rewards_to_go(rewards, mask, gamma=1.0)
         return torch.where(mask, returns - rollout.baselines[:, None], 0.0), returns

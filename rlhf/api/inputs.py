@@ -150,6 +150,25 @@ class Inputs:
             f"reward is a {type(reward).__name__}: give a function, a path, a URL, (model, tokenizer), or a list"
         )
 
+    def environment(self, environment: Any) -> Tree:
+        """Return the section of an environment.
+
+        Raises:
+            ConfigError: it is no class, function, target or section.
+        """
+        if isinstance(environment, Mapping):
+            return dict(environment)
+        if isinstance(environment, Section):
+            return dict(as_settings(environment))
+        if isinstance(environment, str | Path):
+            return {"target": str(environment)}
+        if callable(environment):
+            return {"target": target_of(environment)}
+        raise ConfigError(
+            f"environment is a {type(environment).__name__}: give its class (not an instance: each episode has one of "
+            "its own), or a function that makes one"
+        )
+
     def _ensemble(self, rewards: Sequence[Any], name: str) -> Tree:
         pairs = [_with_weight(reward) for reward in rewards]
         sources = [self.reward(reward, f"{name}-{number}") for number, (reward, _) in enumerate(pairs)]

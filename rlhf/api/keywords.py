@@ -301,6 +301,7 @@ class SftKeywords(TypedDict, total=False):
     teacher: Any
     critic: CriticKeys
     reward: Any
+    environment: Any
     sampling: SamplingKeys
     algorithm: OfflineKeys
     overlap: OverlapKeys
@@ -410,6 +411,7 @@ class CompareKeywords(TypedDict, total=False):
     reference: ReferenceKeys
     teacher: Any
     critic: CriticKeys
+    environment: Any
     sampling: SamplingKeys
     algorithm: Mapping[str, Any]
     overlap: OverlapKeys

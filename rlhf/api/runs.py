@@ -137,6 +137,7 @@ def train(
     eval_prompts: Rows | None = None,
     eval_preferences: Rows | None = None,
     judge: Reward | None = None,
+    environment: Any = None,
     tokenizer: Any = None,
     advantage: Callable[..., Any] | Section | None = None,
     loss: Callable[..., Any] | Section | None = None,
@@ -165,6 +166,8 @@ def train(
         eval_prompts: held-out prompts.
         eval_preferences: held-out pairs.
         judge: scores the completions of held-out prompts, where it should not be the training reward (eval.source).
+        environment: a class with reset and step, or a class of tools, that answers the policy over several turns and
+            gives the reward; or its target, such as "gym:ID"; or the section `environment` (docs/agents.md).
         tokenizer: a tokenizer, or the path of one; None: the model's.
         advantage: an advantage of your own: a function (rlhf.algo.functions.AdvantageFunction), or an instance of a
             subclass of Advantage; see `rlhf.check`.
@@ -198,6 +201,8 @@ def train(
         sections["reward"] = {"source": inputs.reward(reward)}
     if judge is not None:
         sections["eval"] = {"source": inputs.reward(judge, "judge")}
+    if environment is not None:
+        sections["environment"] = inputs.environment(environment)
     config_of_run = train_config(with_plugins(draft.tree(), given))
     return _run(config_of_run, inputs, run_train, on_step=on_step, quiet=quiet)
 

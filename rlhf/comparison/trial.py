@@ -212,7 +212,8 @@ def _draw(
     )
     key = derive_seed(cell.seed, "best of n")
     batches = prompts.batches(max(1, train.sampling.batch_size // arm.samples))
-    completions = concat([completer.sampler.sample(batch, key=key, group_size=arm.samples) for batch in batches])
+    sampler = completer.player(train.environment, train.plugins)
+    completions = concat([sampler.sample(batch, key=key, group_size=arm.samples) for batch in batches])
     proxy = build_source(cell.proxy, completer.tokenizer, engine)(completions)
     seconds = time.perf_counter() - start
     gold = build_source(judge, completer.tokenizer, engine)(completions)

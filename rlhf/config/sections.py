@@ -42,6 +42,7 @@ from rlhf.config.run import (
     ShardingConfig,
 )
 from rlhf.config.weights import Export, TrainedWeightsConfig, WeightsConfig
+from rlhf.environments.section import EnvironmentConfig
 from rlhf.rewards.source import Source
 from rlhf.section import Needed, NonNegative, OneOf, Positive, Section
 from rlhf.teachers.teacher import Teacher
@@ -313,6 +314,8 @@ class TrainSections(Section):
     """The value function (GAE only)."""
     reward: RewardConfig | None = None
     """The source of scores and their shaping (online)."""
+    environment: EnvironmentConfig | None = None
+    """An environment that answers the policy over several turns, and gives the rewards (docs/agents.md); null: none."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of completions (online runs and evaluation)."""
     algorithm: Algorithm
@@ -350,6 +353,37 @@ class TrainSections(Section):
         if self.teacher is not None and self.algorithm.replaces_reference:
             return self.teacher.as_reference
         return self.reference.model
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reward_of_environment(cls, tree: Any) -> Any:
+        """Let the environment give the scores, where it is set and no source of them is."""
+        if not isinstance(tree, Mapping) or tree.get("environment") is None:
+            return tree
+        reward = tree.get("reward")
+        if reward is None or (isinstance(reward, Mapping) and reward.get("source") is None):
+            return {**tree, "reward": {**(reward or {}), "source": {"type": "environment"}}}
+        return tree
+
+    @model_validator(mode="after")
+    def _check_environment(self) -> TrainSections:
+        sources = [("eval.source", self.eval.source), ("reward.source", self.reward.source if self.reward else None)]
+        for key, source in sources:
+            if source is not None and source.reads_episodes and self.environment is None:
+                raise ValueError(f"{key}.type is {source.type}, but there is no environment: set environment.target")
+        budget = self.environment.max_tokens if self.environment is not None else None
+        if budget is not None and budget < self.sampling.max_new_tokens:
+            raise ValueError(
+                f"environment.max_tokens is {budget}, less than one action (sampling.max_new_tokens="
+                f"{self.sampling.max_new_tokens}): raise it, or leave it null"
+            )
+        return self
+
+    @property
+    def longest_completion(self) -> int:
+        """Return the most tokens that the policy draws for a row, over all turns of an episode."""
+        turns = 1 if self.environment is None else self.environment.max_turns
+        return turns * self.sampling.max_new_tokens
 
     @model_validator(mode="after")
     def _check_policy(self) -> TrainSections:
@@ -462,7 +496,47 @@ class OnlineConfig(TrainSections):
             )
         self.reward.shaping.check_length(self.sampling.max_new_tokens)
         self.reward.check_gdpo(self.algorithm, reward_parts=self.overlap.reward_parts)
+        self._check_episodes()
         return self
+
+    def _check_episodes(self) -> None:
+        """Check what episodes cannot be combined with, and leave cut ones out of the loss if that is asked for."""
+        turn_lambda = getattr(self.algorithm.advantage, "turn_lambda", None)
+        if self.environment is None:
+            if turn_lambda is not None:
+                raise ValueError("algorithm.advantage.turn_lambda is for the turns of an environment: leave it null")
+            return
+        self.environment.check_run(self._unsupported_with_episodes())
+        if self.environment.truncation == "drop" and not self.algorithm.mask_truncated:
+            self.__dict__["algorithm"] = self.algorithm.model_copy(update={"mask_truncated": True})
+            self.algorithm.policy_loss.check(self.algorithm)
+
+    def _unsupported_with_episodes(self) -> dict[str, str]:
+        """Return the settings that are on and that no episode can be combined with, with what to set instead."""
+        algorithm, shaping = self.algorithm, self.reward.shaping
+        bootstraps = self.environment is not None and self.environment.truncation == "bootstrap"
+        settings = {
+            "reward.source": (
+                not self.reward.source.reads_episodes,
+                "the environment gives the rewards; leave reward.source out, or call it in step",
+            ),
+            "algorithm.advantage.type=greedy": (
+                algorithm.advantage.needs_greedy,
+                "the greedy episode would meet another instance of the task; use rloo, grpo or ppo",
+            ),
+            "algorithm.rescue": (algorithm.rescue is not None, "give the hint as the first observation"),
+            "overlap.ahead": (self.overlap.ahead, "set overlap.ahead=false"),
+            "overlap.reward_parts": (self.overlap.reward_parts > 1, "set overlap.reward_parts=1"),
+            "reward.shaping.overlong_buffer": (
+                shaping.overlong_buffer > 0,
+                "a length is that of an action, not of an episode; give the penalty in step",
+            ),
+            "environment.truncation=bootstrap without a critic": (
+                bootstraps and not algorithm.advantage.needs_critic,
+                "set environment.truncation=zero, or a preset with a critic (ppo)",
+            ),
+        }
+        return {name: cure for name, (is_on, cure) in settings.items() if is_on}
 
     @property
     def _step_sizes(self) -> StepSizes:
@@ -513,7 +587,10 @@ class OfflineConfig(TrainSections):
     @property
     def held_out_source(self) -> Source | None:
         """Return the source that scores sampled held-out completions; None if the run samples none."""
-        return self.eval.source if self.data.eval_prompts is not None else None
+        if self.data.eval_prompts is None:
+            return None
+        of_environment = self.reward.source if self.environment is not None and self.reward is not None else None
+        return self.eval.source or of_environment
 
     @property
     def uses_reference(self) -> bool:

@@ -470,6 +470,21 @@ class Encoder:
         """Encode a text as it is, without the tokenizer's special tokens around it."""
         return self._tokenize([text])[0]
 
+    def continuation(self, text: str) -> list[int]:
+        """Encode a text that continues another one, without what the tokenizer puts at the start of a text."""
+        if not self.start:
+            return self.text(text)
+        (ids,) = self._tokenize_continuations([text])
+        return self.text(text) if ids is None else ids
+
+    def without_specials(self, text: str) -> list[int]:
+        """Encode a text that continues another one; special tokens that it spells out are ordinary text."""
+        head, whole = (
+            list(self.reader(part, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"])
+            for part in (self.start, self.start + text)
+        )
+        return whole[len(head) :] if whole[: len(head)] == head else self.text(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text, special tokens included."""
         text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -28,6 +28,7 @@ from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import Metrics, describe
+from rlhf.training.rollout import turn_counts
 from rlhf.training.step import Loss, RowWiseLoss
 from rlhf.types import Completions, Prompts, Rollout, Scores
 
@@ -107,6 +108,10 @@ def _score_rollout(
         lambda size: models.engine.ranks.map_rows_to_tensors(completions, lambda share: forward_in_parts(share, size))
     )
     values = scores.values.to(logprobs.dtype)
+    if completions.has_episodes:  # what an environment wrote has no probability under the policy
+        logprobs, ref_logprobs, kl = (
+            torch.where(completions.action_mask, tensor, 0.0) for tensor in (logprobs, ref_logprobs, kl)
+        )
     rollout = extend(
         Rollout,
         completions,
@@ -133,12 +138,14 @@ def _forward(
 
 def _rollout_metrics(rollout: Rollout) -> dict[str, float]:
     """Compute the metrics that need no reference."""
-    scores, mask = rollout.scores.double(), rollout.completion_mask
+    scores, mask = rollout.scores.double(), rollout.action_mask
+    episodes = {"eval/turns": Mean.of(turn_counts(rollout)).value} if rollout.has_episodes else {}
     return {
         "eval/score": float(scores.mean()),
         "eval/score_std": float(scores.std(correction=0)),
         "eval/length": Mean.of(mask.sum(dim=1)).value,
         "eval/finished": Mean.of(rollout.finished).value,
+        **episodes,
         **diversity(rollout),
         "eval/entropy": Mean.of(-rollout.logprobs, mask).value,
     }
@@ -150,7 +157,7 @@ def _reference_metrics(rollout: Rollout, exact_kl: Float[Tensor, " B"]) -> dict[
     return {
         **_mean_and_error("eval/kl", sampled),
         **_mean_and_error("eval/kl_exact", exact_kl),
-        "eval/reference_perplexity": perplexity(rollout.ref_logprobs, rollout.completion_mask),
+        "eval/reference_perplexity": perplexity(rollout.ref_logprobs, rollout.action_mask),
     }
 
 
@@ -263,9 +270,8 @@ def diversity(completions: Completions) -> dict[str, float]:
 
 
 def completion_tokens(completions: Completions) -> list[list[int]]:
-    """Return the token ids of every completion, without padding."""
-    lengths = completions.completion_mask.sum(dim=1).tolist()
-    return [row[:length].tolist() for row, length in zip(completions.completion_ids, lengths, strict=True)]
+    """Return the token ids of every completion that the policy drew, without padding."""
+    return [row[mask].tolist() for row, mask in zip(completions.completion_ids, completions.action_mask, strict=True)]
 
 
 def distinct_n(sequences: Iterable[Sequence[int]], n: int) -> float:

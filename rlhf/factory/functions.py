@@ -21,3 +21,5 @@ def check_functions(config: TrainConfig) -> None:
         sources = chain(sources_in(config.reward, "reward"), sources)
     for _, source in sources:
         source.check()
+    if config.environment is not None:
+        config.environment.check()

@@ -38,8 +38,10 @@ from rlhf.rewards.source import RewardSource
 from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import Engine, LocalModel, TrainableModel
 from rlhf.runtime.seeding import derive_seed
+from rlhf.sampling.episodes import EpisodeSampler
 from rlhf.sampling.generate import HFSampler, repeat_rows
 from rlhf.sampling.sampler import Sampler
+from rlhf.tracking.fingerprint import content_digest
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.training.checkpoints import OnlineSaver, load_trainer_state, restore_trainer_state
 from rlhf.training.collect import sampling_key
@@ -170,6 +172,8 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
         targets=None if goal is None else {"kl/reference": goal},
     )
     evaluator.connect(session.recorder)
+    if isinstance(built.sampler, EpisodeSampler):
+        built.sampler.note = session.recorder.note
     export_model = _make_export(config, context, tokenizer, origin, built)
     keep_best(context, session, lambda: evaluator.rows, export_model)
     feed = _Feed(
@@ -199,11 +203,14 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
     fast_ways = None if context.engine.splits_weights else models.fast_ways()
     source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append)
     identify_source(config.reward.source, context)
+    if config.environment is not None and config.environment.code_file is not None:
+        context.identify("environment.target", content_digest(config.environment.code_file), may_change=True)
     sampler = build_sampler(config, models, tokenizer, context.notes.append)
     saved = _load_checkpoint(context, models)
     trained = _build_trained(config, models, context)
     fast_ways = fast_ways or models.fast_ways()  # under ZeRO-3 only DeepSpeed's hooks make weights whole
-    fast_ways.ways["fast sampling"] = not isinstance(sampler, HFSampler)
+    acting = sampler.sampler if isinstance(sampler, EpisodeSampler) else sampler
+    fast_ways.ways["fast sampling"] = not isinstance(acting, HFSampler)
     fast_ways.reasons += slow_lengths_reason(config, sampler)
     context.notes += fast_ways.lines()
     ema = Ema(models.policy, config.policy.ema_decay, context.engine) if config.policy.ema_decay else None
@@ -232,7 +239,7 @@ def _assemble(
     session: Session,
     export_model: Callable[[Path], None],
 ) -> OnlineRun:
-    algorithm, engine, longest = config.algorithm, context.engine, config.sampling.max_new_tokens
+    algorithm, engine, longest = config.algorithm, context.engine, config.longest_completion
     times = no_grad_batch_multiplier(config, engine)
     return OnlineRun(
         config=config,
@@ -242,6 +249,7 @@ def _assemble(
         refill=feed.refill,
         ptx=feed.ptx,
         sampler=built.sampler,
+        episodes=built.sampler if isinstance(built.sampler, EpisodeSampler) else None,
         ahead=feed.ahead,
         reward=ShapedReward(built.source, config.reward.shaping, longest),
         models=built.models,

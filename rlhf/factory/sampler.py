@@ -18,6 +18,7 @@ from rlhf.config.sections import SamplingConfig, TrainConfig
 from rlhf.data.conversation import Message, Prompt
 from rlhf.data.prompts import encode_conversations
 from rlhf.data.tokenizer import load_tokenizer, locate_model, make_encoder, pad_id, stop_token_ids
+from rlhf.environments.section import EnvironmentConfig
 from rlhf.errors import DataError, ModelError
 from rlhf.models.backbone import check_vocabulary, context_length, eos_ids, freeze, load_causal_lm, move_to
 from rlhf.models.export import GENERATION
@@ -25,6 +26,8 @@ from rlhf.models.folders import model_folder
 from rlhf.models.policy_models import Models
 from rlhf.models.weight_files import local_folder
 from rlhf.runtime.device import choose_device
+from rlhf.runtime.distributed import SINGLE_PROCESS
+from rlhf.sampling.episodes import EpisodeSampler, make_episode_sampler
 from rlhf.sampling.fast.engine import FastSampler, changing_rotations
 from rlhf.sampling.sampler import Sampler, make_sampler
 from rlhf.types import Completions, Prompts
@@ -36,8 +39,14 @@ def build_sampler(
     tokenizer: PreTrainedTokenizerBase,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Sampler:
-    """Build the sampler of the policy that is being trained; `warn` receives the reason if it is not the fast one."""
-    return make_sampler(
+    """Build the sampler of the policy that is being trained; `warn` receives the reason if it is not the fast one.
+
+    With an environment it plays whole episodes.
+
+    Raises:
+        ConfigError: the environment cannot be made, or the chat template rewrites earlier turns.
+    """
+    sampler = make_sampler(
         models.policy,
         config.sampling,
         eos_ids=stop_token_ids(tokenizer, config.data.chat_format, eos_ids(models.policy, tokenizer)),
@@ -47,10 +56,22 @@ def build_sampler(
         engine=models.engine,
         warn=warn,
     )
+    if config.environment is None:
+        return sampler
+    return make_episode_sampler(
+        sampler,
+        config.environment,
+        make_encoder(tokenizer, config.data.chat_format),
+        max_new_tokens=config.sampling.max_new_tokens,
+        context=context_length(models.policy),
+        ranks=models.engine.ranks,
+        plugins=config.plugins,
+    )
 
 
 def slow_lengths_reason(config: TrainConfig, sampler: Sampler) -> list[str]:
     """Return the reason if the fast sampler leaves rows of some lengths to transformers' generate, as a list."""
+    sampler = sampler.sampler if isinstance(sampler, EpisodeSampler) else sampler
     switch = sampler.plain.switch if isinstance(sampler, FastSampler) else None
     prompts = config.data.prompts
     if switch is None or prompts is None or prompts.max_prompt_tokens + config.sampling.max_new_tokens - 1 <= switch:
@@ -132,6 +153,24 @@ class Completer:
             pad_id=self.encoder.pad_id,
             dtype="float32",
             device=device,
+        )
+
+    def player(self, environment: EnvironmentConfig | None, plugins: Sequence[str] = ()) -> Sampler:
+        """Return a sampler of episodes in this environment; without one, the sampler of completions.
+
+        Raises:
+            ConfigError: the environment cannot be made, or the chat template rewrites earlier turns.
+        """
+        if environment is None:
+            return self.sampler
+        return make_episode_sampler(
+            self.sampler,
+            environment,
+            self.encoder,
+            max_new_tokens=self.sampling.max_new_tokens,
+            context=context_length(self.model),
+            ranks=SINGLE_PROCESS,
+            plugins=plugins,
         )
 
     def sample(self, prompts: Sequence[str], *, count: int, key: int, greedy: bool = False) -> Completions:

@@ -316,6 +316,11 @@ GROUPS = (
         "Falling entropy and distinct bigrams, and rising repetition, warn of collapse; lengths drifting to the limit, "
         "of a length bias.",
     ),
+    (
+        "environment",
+        "Environment",
+        "A return that rises while turns fall to one, or malformed actions rise, is not the task that was meant.",
+    ),
     ("optimization", "Optimization", "Gradient norms are before clipping."),
     (
         "data",

@@ -460,6 +460,8 @@ def pair_details(sample: Mapping[str, Any]) -> list[tuple[str, Any]]:
     rows += list(parts.items()) if isinstance(parts, Mapping) and len(parts) > 1 else []
     rows += [("KL", sample.get("kl")), ("tokens", sample.get("length"))]
     finished = sample.get("finished")
+    if "stop" in sample:  # an episode
+        return [(name, value) for name, value in [*rows, ("ended by", sample["stop"])] if value is not None]
     return [(name, value) for name, value in rows if value is not None] + (
         [("cut off", "at the length limit")] if finished is False else []
     )

@@ -66,6 +66,8 @@ class SourceContext:
 class Source(Choice):
     """Where scores come from; one of its members is chosen by `type`."""
 
+    reads_episodes: ClassVar[bool] = False
+    """Whether its scores are the rewards of the section `environment`."""
     asks_on_main_rank: ClassVar[bool] = True
     """Rank 0 alone asks for the scores of the whole batch. False: what `build` returns divides the work itself."""
 

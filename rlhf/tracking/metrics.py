@@ -222,6 +222,28 @@ rescue/waiting        | count    | rescue: prompts that wait for a replay after 
     chart/completions: 11 Prompts waiting for a replay
 rescue/given_up       | count    | rescue: prompts given up after replay.limit replays, since the start
     better: lower
+env/return            | score    | mean over episodes of the summed rewards of their turns, before shaping
+    better: higher; chart/environment: 1 Return of an episode
+env/turns             | count    | mean number of actions of an episode
+    chart/environment: 2 Turns
+env/reward_turn_*     | score    | mean reward of this turn (from 1), over the episodes that had it
+    chart/environment: 3 Reward by turn
+env/stop/*            | share    | episodes that ended for this reason (terminated, max_turns, context, error, ...)
+    chart/environment: 4 Why episodes end
+env/tokens            | tokens   | mean tokens of an episode that its environment and the chat template wrote
+    chart/environment: 5 Tokens of the environment
+env/error             | share    | episodes whose environment raised, hung, or returned what is no step
+    better: lower; chart/environment: 6 Failures of environments
+env/malformed         | count    | mean actions of an episode that the environment could not read (info["malformed"])
+    better: lower; chart/environment: 7 Actions that could not be read
+env/cut_actions       | count    | mean actions of an episode that sampling.max_new_tokens cut
+    better: lower; chart/environment: 7
+env/tool_calls        | count    | mean calls of tools in an episode
+    chart/environment: 8 Calls of tools
+env/tool_error        | share    | calls of tools that failed: malformed, unknown, or an error of the tool
+    better: lower; chart/environment: 9 Calls of tools that failed
+env/time              | s        | time of the step in environments
+    chart/environment: 10 Time in environments
 pair/count            | count    | online_dpo: pairs trained on in the step, at most one per prompt
 pair/ties             | count    | online_dpo: prompts without a pair: ties, or gaps below `min_gap`
 pair/score_gap        | score    | online_dpo: mean score of chosen minus rejected completions
@@ -314,6 +336,8 @@ eval/length           | tokens   | mean length of held-out completions
     chart/completions: 1; tile: 2 Held-out length, tokens; summary: 4; compare/curve: 4 Length; compare/end: 5 length
 eval/finished         | share    | held-out completions that ended with EOS
     chart/completions: 2; tile: 3 Held-out finished; compare/end: 6 finished
+eval/turns            | count    | mean number of actions of a held-out episode
+    chart/environment: 2
 eval/distinct_1       | share    | distinct token ids over all tokens of all held-out completions, EOS included
     chart/completions: 4
 eval/distinct_2       | share    | distinct token-id bigrams over all bigrams of all held-out completions, with EOS

@@ -51,6 +51,8 @@ MAY_CHANGE = (
     "sampling.batch_size",
     "sampling.backend",
     "overlap.reward_parts",
+    "environment.workers",
+    "environment.step_timeout_s",
     *(
         f"{model}.{setting}"
         for model in ("policy", "model")

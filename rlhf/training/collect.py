@@ -36,6 +36,8 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
         RewardError: the reward gave no scores; the run is saved as it was before the step.
     """
     size = run.config.sampling.completions_per_prompt
+    if run.episodes is not None:
+        run.episodes.take_metrics()  # of an evaluation
     try:
         collected = collect(
             run.prompts(step),
@@ -54,6 +56,9 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
         return None
     except RewardError as error:
         raise run.session.save_and_explain(error) from error
+    if run.episodes is not None:
+        for name, value in run.episodes.take_metrics().items():
+            collected.metrics.add(name, value)
     if run.watch is not None:
         with run.session.recorder.phase("score"):
             collected.metrics.merge(run.watch(collected.completions, collected.scores, step))

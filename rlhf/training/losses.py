@@ -127,7 +127,7 @@ class SampledPairLoss:
         """Compute the loss, summed over the pairs of `micro` (each row is a whole pair), and its metrics."""
         rows = stack_sides(micro).to(self.models.device)
         micro = micro.to(self.models.device)
-        old_logprobs, mask = torch.cat([micro.chosen_old_logprobs, micro.rejected_old_logprobs]), rows.completion_mask
+        old_logprobs, mask = torch.cat([micro.chosen_old_logprobs, micro.rejected_old_logprobs]), rows.loss_mask
         tokens = self.models.policy_tokens(rows)
         logprobs = tokens.logprobs.detach()
         self.ratio_deviation = _larger(self.ratio_deviation, ratio_deviation(logprobs, old_logprobs, mask))

@@ -22,6 +22,14 @@ from rlhf.types import Experience
 
 def train(run: OnlineRun) -> None:
     """Run the remaining training steps."""
+    try:
+        _train(run)
+    finally:
+        if run.episodes is not None:
+            run.episodes.pool.stop()
+
+
+def _train(run: OnlineRun) -> None:
     for step in run.session.steps():
         # 1. Sample completions of the step's prompts. 2. Score them.
         collected = sample_and_score(run, step)  # Completions [B, T], Scores [B]

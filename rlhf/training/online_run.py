@@ -20,6 +20,7 @@ from rlhf.rewards.source import RewardSource
 from rlhf.runtime.engine import TrainableModel, lr_factor
 from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.runtime.seeding import generator
+from rlhf.sampling.episodes import EpisodeSampler
 from rlhf.sampling.sampler import Sampler
 from rlhf.training.losses import DemonstrationLoss
 from rlhf.training.overlap import CompletionPrefetcher
@@ -54,6 +55,7 @@ class OnlineRun:
     passes: AdaptiveMicroBatch  # micro-batch of a pass without gradient
     decode: Callable[[Sequence[int]], str]  # token ids to text, for samples.jsonl
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
+    episodes: EpisodeSampler | None = None  # the sampler, where an environment answers the policy
     watch: WatchingJudge | None = None  # looks at the scored completions; nothing is trained on its scores
 
     @property

@@ -6,9 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlhf.algo.advantages import uniform_groups
@@ -22,7 +23,7 @@ from rlhf.data.prompts import SOURCE
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.policy_models import Models
 from rlhf.tracking.metrics import Metrics
-from rlhf.types import Completions, Experience, Rollout, Scores
+from rlhf.types import Completions, Experience, Rollout, Scores, StopReason
 
 SCORE_PARTS = ("raw", "clipped", "cut", "disagreement")  # parts that are logged as score/NAME
 REFUSED = re.compile(r"[^\w .\-/]")  # in the name of a metric, by mlflow
@@ -80,9 +81,15 @@ def compute_logprobs_and_values(
         return tuple(torch.cat(tensors).cpu() for tensors in zip(*passes, strict=True))
 
     logprobs, ref_logprobs, values = models.engine.ranks.map_rows_to_tensors(completions, work)
+    final_values = _final_values(completions, values)
+    if completions.has_episodes:  # what the environment wrote has no probability under the policy
+        logprobs, ref_logprobs, values = (
+            torch.where(completions.action_mask, tensor, 0.0) for tensor in (logprobs, ref_logprobs, values)
+        )
     return extend(
         Rollout,
         completions,
+        final_values=final_values,
         scores=scores.values.to(logprobs.dtype),
         baselines=(torch.zeros_like(scores.values) if baselines is None else baselines).to(logprobs.dtype),
         logprobs=logprobs,
@@ -90,6 +97,14 @@ def compute_logprobs_and_values(
         values=values,
         hinted=torch.zeros_like(completions.finished) if hinted is None else hinted,
     )
+
+
+def _final_values(completions: Completions, values: Float[Tensor, "B T"]) -> Float[Tensor, " B"] | None:
+    """Return V of the state in which a row that was cut ends: the value at its last live token; None without any."""
+    if not completions.has_episodes or not bool(completions.bootstrapped.any()):
+        return None
+    last = (completions.completion_mask.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+    return torch.where(completions.bootstrapped, values.gather(1, last).squeeze(1), 0.0)
 
 
 @torch.no_grad()
@@ -107,7 +122,7 @@ def takes_sampler_logprobs(completions: Completions, models: Models, old_log_pro
         return False
     probe = completions.rows(slice(0, PROBE_ROWS)).to(models.device)
     trainer = models.policy_tokens(probe).logprobs
-    difference = torch.where(probe.completion_mask, trainer - probe.sampler_logprobs, 0.0).abs().max()
+    difference = torch.where(probe.action_mask, trainer - probe.sampler_logprobs, 0.0).abs().max()
     return bool(difference <= LOGPROB_TOLERANCE.get(trainer.dtype, DEFAULT_LOGPROB_TOLERANCE))
 
 
@@ -153,6 +168,11 @@ def sample_records(
                 "finished": bool(rollout.finished[row]),
             }
         )
+        stop = StopReason(int(rollout.stops[row]))
+        if stop is not StopReason.NONE:
+            length = int(rollout.action_mask[row].sum())
+            episode = {"stop": stop.name.lower(), "turns": transcript(rollout, row, decode), "length": length}
+            records[-1] |= episode
     return records
 
 
@@ -168,7 +188,7 @@ def _live_prompt(rollout: Rollout, row: int) -> list[int]:
 
 def rollout_metrics(experience: Experience, scores: Scores, models: Models, algorithm: Online) -> Metrics:
     """Compute the metrics of a step that do not depend on its update; those of KLs leave out hinted completions."""
-    mask, values = experience.completion_mask, experience.scores.double()
+    mask, values = experience.action_mask, experience.scores.double()
     metrics = Metrics(
         {
             "score/mean": Mean.of(values),
@@ -179,7 +199,8 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
     )
     if not models.update_gives_old_logprobs:  # else the update's pass measures them
         metrics.update(logprob_metrics(experience, models))
-    metrics.update(_duplicates(experience))
+    if not experience.has_episodes:  # which often begin alike: the task is in the seed
+        metrics.update(_duplicates(experience))
     metrics.add("score/std", float(values.std(correction=0)))
     metrics.merge(_advantage_metrics(experience, algorithm))
     if "raw" in scores.parts:
@@ -188,6 +209,8 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
         if name in scores.parts:
             metrics.update({f"score/{name}": Mean.of(scores.parts[name])})
     metrics.merge(part_metrics(scores))
+    if experience.has_episodes:
+        metrics.merge(episode_metrics(experience))
     metrics.update(_scores_by_source(experience, values))
     if experience.group_size > 1:
         best = values.view(-1, experience.group_size).amax(dim=1)
@@ -207,11 +230,12 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
 
 def logprob_metrics(experience: Experience, models: Models) -> dict[str, Mean]:
     """Compute how far the policy's log-probs are from the sampler's and from the reference's, without hinted rows."""
-    mask = experience.completion_mask & ~experience.hinted[:, None]
+    mask = experience.action_mask & ~experience.hinted[:, None]
     mismatch = (experience.sampler_logprobs - experience.logprobs).abs()
     metrics = {"kl/sampler_mismatch": Mean.of(mismatch, mask)}
     if models.has_reference:
-        sequence_kl = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1").sum(dim=1)
+        per_token = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1")
+        sequence_kl = torch.where(experience.action_mask, per_token, 0.0).sum(dim=1)
         metrics["kl/reference"] = Mean.of(sequence_kl, ~experience.hinted)
     if models.reference_is_teacher and models.teacher is None:
         metrics["kl/teacher"] = Mean.of(kl_estimate(experience.logprobs, experience.ref_logprobs, "k1"), mask)
@@ -235,6 +259,49 @@ def part_metrics(scores: Scores) -> Metrics:
             metrics.update({f"part/{name}/mean": Mean.of(live)})
             metrics.add(f"part/{name}/std", float(live.std(correction=0)))
     return metrics
+
+
+def turn_counts(completions: Completions) -> Int[Tensor, " B"]:
+    """Count the actions of each row; 0 for an episode whose environment failed and that is left out."""
+    turns = torch.where(completions.action_mask, completions.turns + 1, 0)
+    return turns.amax(dim=1) if turns.shape[1] else turns.sum(dim=1)
+
+
+def episode_metrics(completions: Completions) -> Metrics:
+    """Compute the metrics of episodes: turns, rewards by turn, why they ended, and what the environments wrote."""
+    mask, rewards = completions.action_mask, completions.turn_rewards.double()
+    turns, kept = turn_counts(completions), mask.any(dim=1)
+    metrics = Metrics(
+        {
+            "env/return": Mean.of(torch.where(mask, rewards, 0.0).sum(dim=1), kept),
+            "env/turns": Mean.of(turns, kept),
+            "env/tokens": Mean.of((completions.completion_mask & ~mask).sum(dim=1), kept),
+            "env/error": Mean.of(completions.stops == StopReason.ERROR),
+        }
+    )
+    for turn in range(int(turns.max())):
+        of_turn = torch.where(mask & (completions.turns == turn), rewards, 0.0).sum(dim=1)
+        metrics.update({f"env/reward_turn_{turn + 1}": Mean.of(of_turn, turns > turn)})
+    for reason in StopReason:
+        if reason is not StopReason.NONE:
+            metrics.update({f"env/stop/{reason.name.lower()}": Mean.of(completions.stops == reason)})
+    return metrics
+
+
+def transcript(completions: Completions, row: int, decode: Callable[[Sequence[int]], str]) -> list[dict[str, object]]:
+    """Return an episode as its parts in order: who wrote each, its text, and of an action its turn and reward."""
+    length = int(completions.completion_mask[row].sum())
+    ids, actions = completions.completion_ids[row, :length].tolist(), completions.action_mask[row, :length].tolist()
+    turns, rewards = completions.turns[row].tolist(), completions.turn_rewards[row].tolist()
+    keys = [(is_action, turns[place] if is_action else -1) for place, is_action in enumerate(actions)]
+    parts: list[dict[str, object]] = []
+    start = 0
+    for (is_action, turn), run in groupby(keys):
+        end = start + len(list(run))
+        part: dict[str, object] = {"by": "policy" if is_action else "environment", "text": decode(ids[start:end])}
+        parts.append(part | ({"turn": turn + 1, "reward": rewards[end - 1]} if is_action else {}))
+        start = end
+    return parts
 
 
 def _duplicates(experience: Experience) -> dict[str, Mean]:

@@ -172,7 +172,8 @@ def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
         ("algorithm.preset=grpoo", "'grpoo' is not one of"),
         (
             "reward.source.type=modle",
-            "reward.source.type: 'modle' is not one of ensemble, function, model, openai, remote, rules, zero; "
+            "reward.source.type: 'modle' is not one of ensemble, environment, function, model, openai, remote, "
+            "rules, zero; "
             "did you mean model?",
         ),
         (

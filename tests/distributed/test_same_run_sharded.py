@@ -18,6 +18,7 @@ VARIANTS = (
     "ppo_checkpointing",
     "ppo_warmup",
     "ppo_one_row",
+    "ppo_episodes",
     "ppo_ptx",
     "ppo_mixed",
     "sft_mixed",

@@ -34,6 +34,7 @@ RULES_OVER = "reward.source={type: rules, source: %s, rules: [{type: length, max
 OWN_LOSS = "algorithm.policy_loss={type: function, target: 'a:b'}"
 NO_KL = "algorithm.kl={coef: 0, controller: {type: fixed}}"
 LAB_PPO = "configs/lab/ppo.yaml"
+AGENT = "configs/agent_guess.yaml"
 RAISE = "guard.on_alarm=raise_kl"
 SMOOTH = "algorithm.loss.label_smoothing"
 
@@ -41,6 +42,9 @@ SMOOTH = "algorithm.loss.label_smoothing"
 CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("does-not-fit", SFT, ["policy.model=Qwen/Qwen2.5-3B"], ["policy.model=Qwen/Qwen2.5-0.5B"],
      Facts(memory=24e9, device="cuda")),
+    ("agent-token-budget", AGENT, ["sampling.max_new_tokens=4"], ["sampling.max_new_tokens=8"], UNKNOWN),
+    ("agent-token-budget", AGENT, ["environment.max_tokens=15"], ["environment.max_tokens=16"], UNKNOWN),
+    ("agent-no-deadline", AGENT, ["environment.step_timeout_s=null"], ["environment.step_timeout_s=60"], UNKNOWN),
     ("clip-zero", PPO, ["algorithm.policy_loss.clip_eps_low=0", "algorithm.policy_loss.clip_eps_high=0"],
      ["algorithm.policy_loss.clip_eps_low=0.1"], UNKNOWN),
     ("clip-never-binds", PPO, ["algorithm.policy_loss.clip_eps_low=1"],

@@ -6,6 +6,7 @@ Format: mutant.py. For everything else scripts/mutate.sh makes mutants by itself
 from __future__ import annotations
 
 from advantages import ADVANTAGES
+from episodes import EPISODES
 from estimates import ESTIMATES
 from models import MODELS
 from mutant import Mutant
@@ -13,4 +14,4 @@ from pairs import PAIRS
 from policy_losses import POLICY_LOSSES
 from update import UPDATE
 
-MUTANTS: list[Mutant] = [*ADVANTAGES, *POLICY_LOSSES, *PAIRS, *UPDATE, *MODELS, *ESTIMATES]
+MUTANTS: list[Mutant] = [*ADVANTAGES, *POLICY_LOSSES, *PAIRS, *UPDATE, *MODELS, *ESTIMATES, *EPISODES]

@@ -44,6 +44,8 @@ PART_OF_THE_RUN = (
     "reference.weights",
     "eval.source*",
     "checkpoint.best.by",
+    "environment",
+    *(f"environment.{name}" for name in ("target", "kwargs", "max_turns", "max_tokens", "on_error", "truncation")),
     "overlap.ahead",
     "overlap.ratio_cap",
     *(f"batch.{name}" for name in ("prompts_per_step", "epochs", "minibatches", "shuffle")),

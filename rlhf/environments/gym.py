@@ -1,0 +1,67 @@
+"""`gym:ID`: environments that are registered with Gymnasium and speak text, such as gem's and textworld's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from rlhf.environments.load import Adapter, Make
+from rlhf.errors import ConfigError, did_you_mean, install_hint
+
+
+class GymAdapter(Adapter):
+    """Makes the environments that `gymnasium.make` knows; `gym:package:ID` imports the package first."""
+
+    name: ClassVar[str] = "gym"
+    extra: ClassVar[str] = "gym"
+
+    @classmethod
+    def load(cls, target: str, kwargs: Mapping[str, Any]) -> Make:
+        """Return what makes the environment of this ID, without Gymnasium's own limits and checks.
+
+        Raises:
+            ConfigError: Gymnasium is not installed, or has no such ID.
+        """
+        try:
+            import gymnasium
+        except ImportError as error:
+            raise ConfigError(f"environment.target gym:{target} needs gymnasium: {install_hint(cls.extra)}") from error
+        try:
+            spec = gymnasium.spec(target)
+        except (gymnasium.error.Error, ImportError) as error:
+            hint = did_you_mean(target, gymnasium.registry)
+            raise ConfigError(f"environment.target gym:{target}: {error}{hint}") from error
+        if spec.entry_point is None:
+            raise ConfigError(f"environment.target gym:{target}: this ID has no entry point")
+        return lambda: TextOnly(gymnasium.make(target, disable_env_checker=True, **kwargs).unwrapped)
+
+
+class TextOnly:
+    """A Gymnasium environment whose actions may be numbers: a discrete space takes the number in the text."""
+
+    def __init__(self, environment: Any) -> None:
+        """Take the environment."""
+        self.environment = environment
+        self.counts = getattr(environment.action_space, "n", None)
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
+        """Reset the environment; an observation that is no text is written out."""
+        observation, info = self.environment.reset(seed=seed, options=dict(options or {}))
+        return _as_text(observation), info
+
+    def step(self, action: str) -> tuple[Any, Any, Any, Any, Any]:
+        """Take the text, or the number in it; one that is no legal action gets a message and no reward."""
+        chosen: Any = action
+        if self.counts is not None:
+            digits = "".join(c for c in action if c.isdigit())
+            if not digits or int(digits) >= int(self.counts):
+                message = f"Answer with one whole number from 0 to {int(self.counts) - 1}."
+                return message, 0.0, False, False, {"malformed": 1.0}
+            chosen = int(digits)
+        observation, reward, terminated, truncated, info = self.environment.step(chosen)
+        return _as_text(observation), reward, terminated, truncated, info
+
+
+def _as_text(observation: Any) -> Any:
+    is_messages = isinstance(observation, list) and all(isinstance(message, Mapping) for message in observation)
+    return observation if isinstance(observation, str) or is_messages else str(observation)

@@ -1,0 +1,153 @@
+"""A host of environments: it begins episodes, steps them and ends them, in this process or in a worker's.
+
+An episode has its own state of Python's and numpy's global random generators: many environments draw from them, or
+seed them at reset, and would disturb each other and the run.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.environments.load import Make
+from rlhf.environments.protocol import (
+    Environment,
+    EnvironmentFault,
+    Fault,
+    ResetResult,
+    StepResult,
+    checked_reset,
+    checked_step,
+    describe_error,
+)
+
+LARGEST_NUMPY_SEED = 2**32
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Make an environment and reset it."""
+
+    episode: int
+    seed: int
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Act:
+    """Step the environment of an episode."""
+
+    episode: int
+    action: str
+
+
+@dataclass(frozen=True)
+class End:
+    """Close the environment of an episode."""
+
+    episode: int
+
+
+Request = Begin | Act | End
+Answer = ResetResult | StepResult | Fault | None
+
+
+@dataclass
+class _Episode:
+    environment: Environment
+    python_state: Any = None
+    numpy_state: Any = None
+
+
+class Host:
+    """Runs requests, one after another; a failure of the environment is an answer, never an exception."""
+
+    def __init__(self, make: Make) -> None:
+        """Take what makes an environment."""
+        self.make = make
+        self._episodes: dict[int, _Episode] = {}
+
+    def handle(self, request: Request) -> Answer:
+        """Run one request.
+
+        Raises:
+            BaseException: what is no Exception, such as the expiry of a time limit.
+        """
+        try:
+            return request_handlers[type(request)](self, request)
+        except Exception as error:  # whatever an environment raises
+            reason = str(error) if isinstance(error, EnvironmentFault) else describe_error(error)
+            return Fault(reason)
+
+    def drop(self, episode: int) -> None:
+        """Forget an episode, without a call of its environment."""
+        self._episodes.pop(episode, None)
+
+    def begin(self, request: Begin) -> ResetResult:
+        """Make an environment and reset it, from random generators seeded for this episode."""
+        with _kept_generators():
+            _seed_generators(request.seed)
+            environment = self.make()
+            result = checked_reset(environment.reset(seed=request.seed, options=request.options))
+            tools = tuple(getattr(environment, "tool_schemas", ()))
+            episode = _Episode(environment)
+            _save_generators(episode)
+        self._episodes[request.episode] = episode
+        return ResetResult(result.observation, tools)
+
+    def act(self, request: Act) -> StepResult:
+        """Step an environment, from the random generators as its last call left them."""
+        episode = self._episodes[request.episode]
+        with _kept_generators():
+            _restore_generators(episode)
+            result = checked_step(episode.environment.step(request.action))
+            _save_generators(episode)
+        return result
+
+    def end(self, request: End) -> None:
+        """Close an environment if it can be closed."""
+        episode = self._episodes.pop(request.episode, None)
+        close = getattr(episode.environment, "close", None) if episode is not None else None
+        if callable(close):
+            close()
+
+
+request_handlers: dict[type, Callable[[Host, Any], Answer]] = {Begin: Host.begin, Act: Host.act, End: Host.end}
+
+
+@contextmanager
+def _kept_generators() -> Iterator[None]:
+    """Leave the process's random generators as they were."""
+    outside = _Episode(None)  # type: ignore[arg-type]
+    _save_generators(outside)
+    try:
+        yield
+    finally:
+        _restore_generators(outside)
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    if (numpy := _numpy()) is not None:
+        numpy.random.seed(seed % LARGEST_NUMPY_SEED)
+
+
+def _save_generators(episode: _Episode) -> None:
+    episode.python_state = random.getstate()
+    numpy = _numpy()
+    episode.numpy_state = None if numpy is None else numpy.random.get_state()
+
+
+def _restore_generators(episode: _Episode) -> None:
+    random.setstate(episode.python_state)
+    numpy = _numpy()
+    if numpy is not None and episode.numpy_state is not None:
+        numpy.random.set_state(episode.numpy_state)
+
+
+def _numpy() -> Any:
+    return sys.modules.get("numpy")

@@ -1,0 +1,63 @@
+"""`reasoning_gym:TASK`: the tasks of reasoning-gym (Stojanovski et al. 2025), one turn each, made from the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from rlhf.environments.load import Adapter, Make
+from rlhf.errors import ConfigError, did_you_mean, install_hint
+
+
+class ReasoningAdapter(Adapter):
+    """Makes an environment of one question: the task's instance is made from the episode's seed."""
+
+    name: ClassVar[str] = "reasoning_gym"
+    extra: ClassVar[str] = "reasoning-gym"
+
+    @classmethod
+    def load(cls, target: str, kwargs: Mapping[str, Any]) -> Make:
+        """Return what makes the environment of this task; `kwargs` are the settings of its data set.
+
+        Raises:
+            ConfigError: reasoning-gym is not installed, has no such task, or the task refuses the settings.
+        """
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            hint = install_hint(cls.extra)
+            raise ConfigError(f"environment.target reasoning_gym:{target} needs reasoning-gym: {hint}") from error
+        if target not in DATASETS:
+            raise ConfigError(
+                f"environment.target reasoning_gym:{target}: there is no such task{did_you_mean(target, DATASETS)}"
+            )
+        settings = dict(kwargs)
+        try:
+            reasoning_gym.create_dataset(target, size=1, seed=0, **settings)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(f"environment.kwargs: reasoning_gym:{target} refuses them: {error}") from error
+        return lambda: Question(target, settings)
+
+
+class Question:
+    """One question of a task; the answer's score, from 0 to 1, is the reward."""
+
+    def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
+        """Take the task and the settings of its data set."""
+        self.task, self.settings = task, dict(settings)
+        self.data: Any = None
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Make the question."""
+        import reasoning_gym
+
+        self.data = reasoning_gym.create_dataset(self.task, size=1, seed=seed or 0, **self.settings)
+        return str(self.data[0]["question"]), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Score the answer: what is in the last <answer> tags, or else the whole text."""
+        from reasoning_gym.utils import extract_answer
+
+        answer = extract_answer(action) or action.strip()
+        return "", float(self.data.score_answer(answer=answer, entry=self.data[0])), True, False, {}

@@ -1,0 +1,68 @@
+"""`textarena:ID`: TextArena's games for one player (Guertler et al. 2025), such as textarena:GuessTheNumber-v0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from rlhf.environments.load import Adapter, Make
+from rlhf.errors import ConfigError, did_you_mean, install_hint
+
+
+class TextArenaAdapter(Adapter):
+    """Makes TextArena's games for one player; their reset seeds Python's global random generator."""
+
+    name: ClassVar[str] = "textarena"
+    extra: ClassVar[str] = "textarena"
+    keeps_global_seed: ClassVar[bool] = True
+
+    @classmethod
+    def load(cls, target: str, kwargs: Mapping[str, Any]) -> Make:
+        """Return what makes the game of this ID.
+
+        Raises:
+            ConfigError: TextArena is not installed, or has no such game.
+        """
+        try:
+            import textarena
+            from textarena.envs.registration import ENV_REGISTRY
+        except ImportError as error:
+            hint = install_hint(cls.extra)
+            raise ConfigError(f"environment.target textarena:{target} needs textarena: {hint}") from error
+        if target not in ENV_REGISTRY:
+            raise ConfigError(
+                f"environment.target textarena:{target}: TextArena has no such game{did_you_mean(target, ENV_REGISTRY)}"
+            )
+        return lambda: Game(textarena.make(target, **kwargs))
+
+
+class Game:
+    """A game for one player with Gymnasium's methods; what the player has not read yet is the observation."""
+
+    def __init__(self, game: Any) -> None:
+        """Take the game."""
+        self.game = game
+        self.read = ""  # what the player has read so far: wrappers give the whole of it again
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin a game."""
+        self.game.reset(num_players=1, seed=seed)
+        self.read = ""
+        return self._unread(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Make a move; the game's reward comes at its end."""
+        done, _ = self.game.step(action=action)
+        if not done:
+            return self._unread().removeprefix(f"[Player] {action}").strip(), 0.0, False, False, {}
+        rewards, _ = self.game.close()
+        reward = float((rewards or {}).get(0, 0.0))
+        return "", reward, True, False, {}
+
+    def _unread(self) -> str:
+        """Return what the game has told the player since its last move; without an observation wrapper, its events."""
+        _, observation = self.game.get_observation()
+        text = observation if isinstance(observation, str) else "\n".join(str(event[1]) for event in observation)
+        unread = text.removeprefix(self.read)
+        self.read = text
+        return unread.strip()

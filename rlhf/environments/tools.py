@@ -1,0 +1,223 @@
+"""Environments made of tools: a class in TRL's form, or plain functions; calls are read from the policy's text.
+
+A tool is a function with type hints and a docstring. Where the chat template has no form of its own for tools, as
+SmolLM2's, a call is one line of text, and its result comes back as the next observation:
+
+    <tool>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool>
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from rlhf.environments.protocol import TOOL_CALLS, TOOL_ERRORS, Observation, checked_reset
+
+CALL = re.compile(r"<tool(?:_call)?>\s*(.*?)\s*</tool(?:_call)?>", re.DOTALL)
+"""A call in the plain-text grammar; the form of Qwen's and Hermes' templates has another tag."""
+TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
+GUIDE = "You may call these tools, each by a line"
+FORM = '<tool>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool>'
+RESET = "reset"
+REWARD = "get_reward"
+LONGEST_ERROR = 200  # characters of a tool's error that the policy reads
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the policy may call."""
+
+    name: str
+    function: Callable[..., Any]
+    description: str
+    parameters: Mapping[str, str]  # name -> JSON type
+
+    def schema(self) -> dict[str, Any]:
+        """Return the tool as chat templates take it."""
+        signature = inspect.signature(self.function).parameters
+        required = [name for name in self.parameters if signature[name].default is inspect.Parameter.empty]
+        properties = {name: {"type": kind} for name, kind in self.parameters.items()}
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": {"type": "object", "properties": properties, "required": required},
+            },
+        }
+
+
+def tool_of(function: Callable[..., Any], name: str = "") -> Tool:
+    """Read a tool from a function's type hints and the first line of its docstring.
+
+    Raises:
+        ValueError: it has no docstring, or an argument without a type hint.
+    """
+    name = name or function.__name__
+    description = (inspect.getdoc(function) or "").strip().partition("\n")[0]
+    if not description:
+        raise ValueError(f"the tool {name!r} needs a docstring, which the policy reads")
+    hints = get_type_hints(function)
+    missing = [argument for argument in inspect.signature(function).parameters if argument not in hints]
+    if missing:
+        raise ValueError(f"the tool {name!r} needs a type hint for its argument {missing[0]!r}")
+    parameters = {argument: _json_type(hints[argument]) for argument in inspect.signature(function).parameters}
+    return Tool(name, function, description, parameters)
+
+
+def _json_type(hint: Any) -> str:
+    return TYPES.get(getattr(hint, "__origin__", hint), "string")
+
+
+def is_tool_class(made: Any) -> bool:
+    """Return whether this is a class in TRL's form: with reset and public methods, and without step."""
+    return isinstance(made, type) and hasattr(made, RESET) and not hasattr(made, "step") and bool(_tool_names(made))
+
+
+def _tool_names(kind: Any) -> list[str]:
+    names = (name for name in dir(kind) if not name.startswith("_") and name not in (RESET, REWARD, "close"))
+    return [name for name in names if inspect.isroutine(getattr(kind, name))]
+
+
+def tools_of(instance: Any) -> list[Tool]:
+    """Return the public methods of an instance as tools, in the order of their names."""
+    return [tool_of(getattr(instance, name), name) for name in _tool_names(instance)]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that was read from a text."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def read_calls(text: str) -> list[Call | str]:
+    """Read the calls of a text in the plain-text grammar; a malformed one is the reason, as text."""
+    return [_read_call(body) for body in CALL.findall(text)]
+
+
+def _read_call(body: str) -> Call | str:
+    try:
+        content = json.loads(body)
+    except ValueError as error:
+        return f"the call is no JSON: {error}"
+    if not isinstance(content, Mapping) or not isinstance(content.get("name"), str):
+        return 'a call is {"name": ..., "arguments": {...}}'
+    arguments = content.get("arguments", {})
+    return Call(content["name"], arguments) if isinstance(arguments, Mapping) else "arguments has to be an object"
+
+
+def run_call(call: Call | str, tools: Mapping[str, Tool]) -> tuple[str, bool]:
+    """Run a call; return what the policy reads, and whether the call worked."""
+    if isinstance(call, str):
+        return f"error: {call}", False
+    tool = tools.get(call.name)
+    if tool is None:
+        return f"error: no tool {call.name!r}; there are {', '.join(tools)}", False
+    try:
+        inspect.signature(tool.function).bind(**call.arguments)
+        result = tool.function(**call.arguments)
+    except Exception as error:  # the policy's mistake, which it may mend
+        return f"error: {type(error).__name__}: {str(error)[:LONGEST_ERROR]}", False
+    return result if isinstance(result, str) else json.dumps(result, default=str), True
+
+
+class ToolEnvironment:
+    """Runs a class in TRL's form: `reset(**row)`, public methods as tools, and, if it has one, `get_reward()`.
+
+    An action with calls gets their results as the observation. One without ends the episode, and get_reward() is then
+    its reward.
+    """
+
+    def __init__(self, instance: Any) -> None:
+        """Take an instance of the class."""
+        self.instance = instance
+        self.tools = {tool.name: tool for tool in tools_of(instance)}
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """Return the tools as chat templates take them."""
+        return [tool.schema() for tool in self.tools.values()]
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Reset the instance with the columns of the row that its reset takes."""
+        row = dict(options or {})
+        return checked_reset(self.instance.reset(**_taken(self.instance.reset, row, seed))).observation, {}
+
+    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Run the calls of an action, or end the episode with the instance's reward."""
+        calls = read_calls(action)
+        if not calls:
+            reward = self._reward(action)
+            return "", float(reward or 0.0), True, False, {}
+        return _run_calls(calls, self.tools)
+
+    def _reward(self, answer: str) -> float:
+        """Ask the instance for its reward; get_reward may have an argument `answer`, the text without a call."""
+        function = getattr(self.instance, REWARD, None)
+        return 0.0 if function is None else function(**_taken(function, {"answer": answer}, None))
+
+
+def _run_calls(calls: Sequence[Call | str], tools: Mapping[str, Tool]) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    """Run the calls of an action; the results are the observation."""
+    results = [run_call(call, tools) for call in calls]
+    failed = sum(not worked for _, worked in results)
+    text = "\n".join(text for text, _ in results)
+    return text, 0.0, False, False, {TOOL_CALLS: len(results), TOOL_ERRORS: failed}
+
+
+def tool_guide(schemas: Sequence[Mapping[str, Any]]) -> str:
+    """Describe tools and the grammar of calls, for a prompt whose template has no form for tools."""
+    return "\n".join([GUIDE, FORM, *(_line(schema["function"]) for schema in schemas)])
+
+
+def _line(function: Mapping[str, Any]) -> str:
+    properties = function["parameters"]["properties"]
+    arguments = ", ".join(f"{name}: {kind['type']}" for name, kind in properties.items())
+    return f"{function['name']}({arguments}): {function['description']}"
+
+
+def _taken(function: Callable[..., Any], row: dict[str, Any], seed: int | None) -> dict[str, Any]:
+    """Return the row's columns that a function takes, and the seed if it takes that."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    given = row if takes_all else {name: value for name, value in row.items() if name in parameters}
+    return {**given, "seed": seed} if "seed" in parameters and "seed" not in row else given
+
+
+class FunctionTools:
+    """An environment of plain functions: calls are run, and `reward(answer, row)` scores the text without a call."""
+
+    def __init__(
+        self, tools: Sequence[Callable[..., Any]], reward: Callable[[str, Mapping[str, Any]], float] | None = None
+    ) -> None:
+        """Take the tools, and what scores the answer; None: 0."""
+        self.tools = {tool.name: tool for tool in map(tool_of, tools)}
+        self.reward = reward
+        self.row: Mapping[str, Any] = {}
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Keep the row for the reward; the prompt stays as it is, with the tools."""
+        self.row = dict(options or {})
+        return "", {}
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """Return the tools as chat templates take them."""
+        return [tool.schema() for tool in self.tools.values()]
+
+    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Run the calls of an action, or score it as the answer."""
+        calls = read_calls(action)
+        if not calls:
+            return "", float(self.reward(action, self.row)) if self.reward else 0.0, True, False, {}
+        return _run_calls(calls, self.tools)

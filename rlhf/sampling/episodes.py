@@ -1,0 +1,401 @@
+"""Episodes as completions: the policy and an environment take turns, all live episodes of a step at once.
+
+A row is a prompt and then action, observation, action ...: token in, token out. What the policy drew stays as it was
+drawn, and an observation is encoded once, as the chat template would write it (rlhf/data/bridge.py). The first turn is
+the sampler's own call, so that an environment of one turn gives the completions of a run without one, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.batching import extend
+from rlhf.data.bridge import make_bridge, writes_tools
+from rlhf.data.conversation import Message
+from rlhf.data.prompts import CONVERSATION, MESSAGES, SOURCE
+from rlhf.data.rows import BadRow
+from rlhf.data.tokenizer import Encoder, left_pad
+from rlhf.environments.host import Act, Answer, Begin, End, Request
+from rlhf.environments.pool import EnvironmentPool
+from rlhf.environments.protocol import (
+    MALFORMED,
+    TOOL_CALLS,
+    TOOL_ERRORS,
+    Fault,
+    Observation,
+    ResetResult,
+    StepResult,
+)
+from rlhf.environments.section import ERROR_SHARE, EnvironmentConfig
+from rlhf.environments.tools import tool_guide
+from rlhf.errors import ConfigError, RewardError
+from rlhf.rewards.source import decode
+from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
+from rlhf.runtime.seeding import derive_seed
+from rlhf.sampling.generate import repeat_rows
+from rlhf.sampling.sampler import Sampler
+from rlhf.types import Completions, Prompts, StopReason
+
+OWN_COLUMNS = (MESSAGES, CONVERSATION, SOURCE)  # of a row, that its environment does not get
+LARGEST_SEED = 2**31
+
+
+@dataclass
+class Episode:
+    """One row while it is played."""
+
+    row: int  # in the call
+    prompt: list[int]
+    reference: Mapping[str, Any]
+    number: int  # of the episode, over the whole run
+    ids: list[int] = field(default_factory=list)
+    is_action: list[bool] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    rewards: dict[int, float] = field(default_factory=dict)  # by position: the last action token of a turn
+    stop: StopReason = StopReason.NONE
+    ended: bool = False  # the last action ended by itself, and was not cut
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    def act(self, ids: Sequence[int], logprobs: Sequence[float], turn: int, *, ended: bool) -> None:
+        """Add an action."""
+        self.ids += ids
+        self.logprobs += logprobs
+        self.is_action += [True] * len(ids)
+        self.turns += [turn] * len(ids)
+        self.ended = ended
+
+    def observe(self, ids: Sequence[int]) -> None:
+        """Add what the policy reads and did not write."""
+        self.ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self.is_action += [False] * len(ids)
+        self.turns += [0] * len(ids)
+
+    def forget(self) -> None:
+        """Leave the episode out of everything that is learned: it keeps its tokens, and none is an action."""
+        self.is_action = [False] * len(self.ids)
+        self.rewards.clear()
+
+
+@dataclass
+class EpisodeCounts:
+    """What is counted while episodes are played, and not in their rows."""
+
+    seconds: float = 0.0
+    calls: float = 0.0
+    failed_calls: float = 0.0
+    malformed: float = 0.0
+    cut_actions: float = 0.0
+    episodes: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the episodes so far."""
+        episodes = max(self.episodes, 1)
+        metrics = {
+            "env/time": self.seconds,
+            "env/malformed": self.malformed / episodes,
+            "env/cut_actions": self.cut_actions / episodes,
+        }
+        if self.calls:
+            metrics |= {"env/tool_calls": self.calls / episodes, "env/tool_error": self.failed_calls / self.calls}
+        return metrics
+
+
+class EpisodeSampler:
+    """Samples episodes with the policy's sampler and a pool of environments; a Sampler itself.
+
+    Draws are keyed by row and turn, and an environment by its group: neither the other episodes nor the number of
+    ranks or workers change one.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        pool: EnvironmentPool,
+        encoder: Encoder,
+        config: EnvironmentConfig,
+        *,
+        max_new_tokens: int,
+        context: int | None,
+        ranks: Distributed = SINGLE_PROCESS,
+    ) -> None:
+        """Take the sampler of single actions, and the limits.
+
+        Raises:
+            ConfigError: the chat template rewrites earlier turns.
+        """
+        self.sampler, self.pool, self.encoder, self.config = sampler, pool, encoder, config
+        self.max_new_tokens, self.context, self.ranks = max_new_tokens, context, ranks
+        reads_on = config.max_turns > 1 or config.truncation == "bootstrap"
+        self.bridge = make_bridge(encoder) if reads_on else None
+        self.note: Callable[[str], None] = lambda _: None
+        self.counts = EpisodeCounts()
+        self._played = 0
+        self._faults: list[str] = []  # of the episodes of this call
+        self._has_tool_form: bool | None = None
+
+    def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
+        """Play `group_size` episodes of each prompt; see Sampler.sample.
+
+        Raises:
+            RewardError: too many environments failed, or one did and environment.on_error is stop.
+        """
+        rows = repeat_rows(prompts, group_size)
+        started = self.pool.seconds
+        episodes = self._begin(rows, key, group_size)
+        try:
+            first = self._play(rows, episodes, key, greedy)
+        finally:
+            self._ask(End(episode.number) for episode in episodes)
+        self._check_faults(episodes)
+        if first is None and not self._faults:
+            raise RewardError(
+                f"no episode could begin: the first observation of {self.config.target!r} leaves no room for an action "
+                f"in the model's context of {self.context}; shorten it, or lower sampling.max_new_tokens"
+            )
+        self.counts.seconds += self.pool.seconds - started
+        self.counts.episodes += len(episodes)
+        return self._collect(rows, episodes, first, group_size)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the episodes since the last call."""
+        metrics, self.counts = self.counts.metrics(), EpisodeCounts()
+        return metrics
+
+    def _begin(self, rows: Prompts, key: int, group_size: int) -> list[Episode]:
+        """Reset an environment for each row; the rows of a group have the same seed."""
+        ids = [row[mask].tolist() for row, mask in zip(rows.prompt_ids, rows.prompt_mask, strict=True)]
+        episodes = [Episode(i, ids[i], rows.references[i], self._played + i) for i in range(len(rows))]
+        self._played += len(rows)
+        seeds = [derive_seed(key, "environment", row // group_size) % LARGEST_SEED for row in rows.row_ids.tolist()]
+        requests = [Begin(e.number, seed, _options(e.reference)) for e, seed in zip(episodes, seeds, strict=True)]
+        self._faults = []
+        for episode, answer in zip(episodes, self._ask(requests), strict=True):
+            if isinstance(answer, Fault):
+                self._fail(episode, answer)
+            else:
+                assert isinstance(answer, ResetResult)
+                self._open(episode, answer)
+        return episodes
+
+    def _open(self, episode: Episode, answer: ResetResult) -> None:
+        """Put the first observation, and the tools, into the prompt."""
+        if not answer.observation and not answer.tools:
+            return
+        episode.tools = answer.tools
+        native = self._writes_tools(answer.tools)
+        guide = "" if native or not answer.tools else tool_guide(answer.tools)
+        prompt = self._first_prompt(episode.reference, answer.observation, guide)
+        try:
+            rendered = self.encoder.render(prompt, tools=answer.tools if native else ())
+        except BadRow as error:
+            raise ConfigError(f"the chat template refuses the first observation: {error}") from error
+        shown = prompt if isinstance(prompt, str) else "\n\n".join(str(message["content"]) for message in prompt)
+        episode.reference = {**episode.reference, "prompt": shown}
+        (ids,) = self.encoder.prompts([rendered])
+        if self.context is not None and len(ids) + self.max_new_tokens > self.context:
+            episode.stop = StopReason.CONTEXT
+            return
+        episode.prompt = ids
+
+    def _first_prompt(self, reference: Mapping[str, Any], observation: Observation, guide: str) -> str | list[Message]:
+        """Join the row's prompt with a text observation; messages take its place."""
+        messages = reference.get(MESSAGES)
+        if isinstance(observation, list):
+            before: str | list[Message] = observation
+            parts = [guide]
+        else:
+            before = list(messages) if messages else str(reference.get("prompt", ""))
+            parts = [observation, guide]
+        text = "\n\n".join(part for part in parts if part)
+        if isinstance(before, str) and not self.encoder.template.turns:
+            return "\n\n".join(part for part in (before, text) if part)
+        turns: list[Message] = [{"role": "user", "content": before}] if isinstance(before, str) else before
+        if not text:
+            return turns
+        last = {**turns[-1], "content": "\n\n".join(part for part in (str(turns[-1]["content"]), text) if part)}
+        return [*turns[:-1], last]
+
+    def _writes_tools(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        if self._has_tool_form is None and tools:
+            self._has_tool_form = writes_tools(self.encoder, tools)
+        return bool(tools) and bool(self._has_tool_form)
+
+    def _play(self, rows: Prompts, episodes: list[Episode], key: int, greedy: bool) -> Completions | None:
+        """Let policy and environments take turns until every episode has ended; return the first turn's actions."""
+        first: Completions | None = None
+        for turn in range(self.config.max_turns):
+            live = [episode for episode in episodes if not episode.stop]
+            if not live:
+                break
+            turn_key = key if turn == 0 else derive_seed(key, "turn", turn)
+            asked = self._prompts(rows, live, turn)
+            actions = self.sampler.sample(asked, key=turn_key, group_size=1, greedy=greedy)
+            first = actions if first is None else first
+            self._add(live, actions, turn)
+            texts = decode(actions, self.encoder.tokenizer).completions
+            answers = self._ask(Act(episode.number, text) for episode, text in zip(live, texts, strict=True))
+            for episode, answer in zip(live, answers, strict=True):
+                if isinstance(answer, Fault):
+                    self._fail(episode, answer)
+                else:
+                    assert isinstance(answer, StepResult)
+                    self._answer(episode, answer, turn)
+        return first
+
+    def _prompts(self, rows: Prompts, live: Sequence[Episode], turn: int) -> Prompts:
+        """Return what the live episodes are continued from; on the first turn the rows as they are, if they are."""
+        chosen = rows if len(live) == len(rows) else rows.rows(torch.tensor([episode.row for episode in live]))
+        if turn == 0 and all(e.reference is rows.references[e.row] for e in live):
+            return chosen
+        ids, mask = left_pad([[*episode.prompt, *episode.ids] for episode in live], self.encoder.pad_id)
+        references = tuple(episode.reference for episode in live)
+        return replace(chosen, prompt_ids=ids, prompt_mask=mask, references=references)
+
+    def _add(self, live: Sequence[Episode], actions: Completions, turn: int) -> None:
+        rows = zip(live, actions.completion_ids, actions.completion_mask, actions.sampler_logprobs, strict=True)
+        for (episode, ids, mask, logprobs), ended in zip(rows, actions.finished.tolist(), strict=True):
+            episode.act(ids[mask].tolist(), logprobs[mask].tolist(), turn, ended=ended)
+            self.counts.cut_actions += not ended
+
+    def _answer(self, episode: Episode, answer: StepResult, turn: int) -> None:
+        """Take the reward of a turn, and the observation if the episode goes on."""
+        episode.rewards[len(episode.ids) - 1] = answer.reward
+        self.counts.calls += answer.metrics.get(TOOL_CALLS, 0.0)
+        self.counts.failed_calls += answer.metrics.get(TOOL_ERRORS, 0.0)
+        self.counts.malformed += answer.metrics.get(MALFORMED, 0.0)
+        if answer.terminated:
+            episode.stop = StopReason.TERMINATED
+        elif answer.truncated:
+            episode.stop = StopReason.TRUNCATED
+        elif turn == self.config.max_turns - 1:
+            episode.stop = StopReason.MAX_TURNS
+        bootstraps = self.config.truncation == "bootstrap"
+        if self.bridge is None or (episode.stop and not (episode.stop.cuts and bootstraps)):
+            return
+        role = "tool" if answer.is_tool_result and self._writes_tools(episode.tools) else "user"
+        observed = self.bridge.tokens(answer.observation, episode.ids[-1], role=role)
+        if not episode.stop:
+            episode.stop = self._room(episode, len(observed))
+        if not episode.stop:
+            episode.observe(observed)
+        elif bootstraps and self._fits(episode, len(observed) + 1):
+            episode.observe([*observed, self.encoder.pad_id])  # the value at the last one is that of the observation
+
+    def _room(self, episode: Episode, observed: int) -> StopReason:
+        """Return why no action fits after an observation of so many tokens; NONE if one does."""
+        if not self._fits(episode, observed + self.max_new_tokens):
+            return StopReason.CONTEXT
+        budget = self.config.max_tokens
+        is_spent = budget is not None and len(episode.ids) + observed + self.max_new_tokens > budget
+        return StopReason.MAX_TOKENS if is_spent else StopReason.NONE
+
+    def _fits(self, episode: Episode, more: int) -> bool:
+        return self.context is None or len(episode.prompt) + len(episode.ids) + more <= self.context
+
+    def _fail(self, episode: Episode, fault: Fault) -> None:
+        """End an episode whose environment failed, as environment.on_error says."""
+        episode.stop = StopReason.ERROR
+        self._faults.append(fault.reason)
+        if self.config.on_error == "stop":
+            raise RewardError(
+                f"the environment {self.config.target!r} failed (environment.on_error=stop): {fault.reason}"
+            )
+        if self.config.on_error == "drop":
+            episode.forget()
+        elif episode.ids:
+            episode.rewards[len(episode.ids) - 1] = 0.0
+
+    def _check_faults(self, episodes: Sequence[Episode]) -> None:
+        """Tell of failures, and stop where they are more than single ones.
+
+        Raises:
+            RewardError: more than 5 % of the episodes failed, and more than one.
+        """
+        if not self._faults:
+            return
+        failed = f"{len(self._faults)} of {len(episodes)} episodes failed in the environment {self.config.target!r}"
+        if len(self._faults) > max(1, ERROR_SHARE * len(episodes)):
+            raise RewardError(
+                f"{failed}, more than {ERROR_SHARE:.0%}: what is left would be another task. "
+                f"The first: {self._faults[0]}"
+            )
+        self.note(f"warning: {failed}: {self._faults[0]}")
+
+    def _ask(self, requests: Iterable[Request]) -> list[Answer]:
+        """Answer requests, each on the rank that has the episode's environment; every rank gets all answers."""
+        asked = list(requests)
+        if self.ranks.world == 1:
+            return self.pool.run(asked)
+        own = [number for number, request in enumerate(asked) if request.episode % self.ranks.world == self.ranks.rank]
+        answers = self.ranks.all_succeed(lambda: self.pool.run([asked[number] for number in own]))
+        gathered: dict[int, Answer] = {}
+        for part in self.ranks.gather(dict(zip(own, answers, strict=True))):
+            gathered |= part
+        return [gathered[number] for number in range(len(asked))]
+
+    def _collect(
+        self, rows: Prompts, episodes: Sequence[Episode], first: Completions | None, group_size: int
+    ) -> Completions:
+        """Make the rows of the episodes; one without any token has one that is not an action."""
+        for episode in episodes:
+            if not episode.ids:
+                episode.observe([self.encoder.pad_id])
+        width = max(0 if first is None else first.completion_ids.shape[1], *(len(e.ids) for e in episodes))
+        dtype = torch.float32 if first is None else first.sampler_logprobs.dtype
+        mask = torch.tensor([[column < len(episode.ids) for column in range(width)] for episode in episodes])
+        rewards = [[episode.rewards.get(column, 0.0) for column in range(width)] for episode in episodes]
+        if any(e.reference is not rows.references[e.row] for e in episodes):
+            ids, prompt_mask = left_pad([episode.prompt for episode in episodes], self.encoder.pad_id)
+            references = tuple(episode.reference for episode in episodes)
+            rows = replace(rows, prompt_ids=ids, prompt_mask=prompt_mask, references=references)
+        return extend(
+            Completions,
+            rows,
+            completion_ids=_padded([episode.ids for episode in episodes], width, self.encoder.pad_id),
+            completion_mask=mask,
+            sampler_logprobs=_padded([episode.logprobs for episode in episodes], width, 0.0).to(dtype),
+            finished=torch.tensor([e.stop is StopReason.TERMINATED and e.ended for e in episodes]),
+            group_size=group_size,
+            episode_actions=_padded([episode.is_action for episode in episodes], width, False),
+            episode_turns=_padded([episode.turns for episode in episodes], width, 0),
+            episode_rewards=torch.tensor(rewards, dtype=torch.float32),
+            episode_stops=torch.tensor([int(episode.stop) for episode in episodes]),
+        )
+
+
+def _padded(rows: Sequence[Sequence[Any]], width: int, fill: Any) -> Tensor:
+    kind = torch.float64 if isinstance(fill, float) else None
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=kind)
+
+
+def _options(reference: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row, as its environment's reset gets them."""
+    return {name: value for name, value in reference.items() if name not in OWN_COLUMNS}
+
+
+def make_episode_sampler(
+    sampler: Sampler,
+    config: EnvironmentConfig,
+    encoder: Encoder,
+    *,
+    max_new_tokens: int,
+    context: int | None,
+    ranks: Distributed,
+    plugins: Sequence[str] = (),
+) -> EpisodeSampler:
+    """Make the sampler of episodes, with a pool of environments of its own.
+
+    Raises:
+        ConfigError: the environment cannot be made, or the chat template rewrites earlier turns.
+    """
+    pool = EnvironmentPool(
+        config.target, config.kwargs, workers=config.workers, timeout_s=config.step_timeout_s, plugins=plugins
+    )
+    return EpisodeSampler(sampler, pool, encoder, config, max_new_tokens=max_new_tokens, context=context, ranks=ranks)

@@ -1,0 +1,292 @@
+"""Episodes of several turns: what a row is, and what must not change it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+import word_games
+
+from rlhf.batching import concat
+from rlhf.errors import RewardError
+from rlhf.experience import compute_advantages
+from rlhf.sampling.episodes import EpisodeSampler
+from rlhf.training.annotate import annotate
+from rlhf.training.collect import sample_and_score
+from rlhf.training.online_run import OnlineRun
+from rlhf.types import Completions, StopReason
+
+EOS = 2
+
+
+def tree(folder: Path, target: str = "Colors", **environment: Any) -> dict[str, Any]:
+    settings = runs.ppo_tree(folder, schedule={"steps": 3}, eval={"every": 0}, data={"eval_prompts": None})
+    del settings["reward"]
+    settings["environment"] = {"target": f"{word_games.__file__}:{target}", "max_turns": 3, **environment}
+    return settings
+
+
+def played(run: OnlineRun, *, group_size: int = 2, key: int = 5) -> Completions:
+    return run.sampler.sample(run.prompts(1), key=key, group_size=group_size)
+
+
+def same(first: Completions, second: Completions) -> bool:
+    tensors = ("completion_ids", "action_mask", "turns", "turn_rewards", "stops", "finished")
+    return all(torch.equal(getattr(first, name), getattr(second, name)) for name in tensors)
+
+
+def test_a_row_is_actions_and_observations(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path))
+    rows = played(run)
+    ids, mask, actions = rows.completion_ids, rows.completion_mask, rows.action_mask
+    assert (actions & ~mask).sum() == 0
+    assert (rows.sampler_logprobs[~actions] == 0).all()
+    assert (rows.sampler_logprobs[actions] < 0).all()
+    assert rows.stops.bool().all()
+    assert {int(stop) for stop in rows.stops} <= {StopReason.TERMINATED, StopReason.MAX_TURNS}
+    several = 0
+    for row in range(len(rows)):
+        of_environment = ids[row][mask[row] & ~actions[row]].tolist()
+        turns = int(rows.turns[row].max()) + 1
+        several += turns > 1
+        assert len(of_environment) == 2 * (turns - 1)  # "red one" or "blue one" after every turn but the last
+        assert {runs.WORDS[token] for token in of_environment} <= {"red", "blue", "one"}
+        for turn in range(turns):
+            (places,) = (actions[row] & (rows.turns[row] == turn)).nonzero(as_tuple=True)
+            assert places.tolist() == list(range(int(places[0]), int(places[-1]) + 1))
+            paid = rows.turn_rewards[row].clone()
+            paid[places[-1]] = 0
+            assert (paid[places] == 0).all()  # on the last action token of the turn, and nowhere else
+    assert several > len(rows) / 2
+    assert (rows.turn_rewards[~actions] == 0).all()
+    scores = run.reward(rows).values
+    assert torch.allclose(scores, rows.turn_rewards.sum(dim=1))
+    assert scores.std() > 0
+
+
+def test_rewards_are_those_of_the_actions(tmp_path: Path) -> None:
+    rows, checked = played(runs.online(tree(tmp_path))), 0
+    for row in range(len(rows)):
+        observed = rows.completion_ids[row][rows.completion_mask[row] & ~rows.action_mask[row]].tolist()[::2]
+        for turn in range(1, int(rows.turns[row].max()) + 1):
+            here = rows.action_mask[row] & (rows.turns[row] == turn)
+            words = [runs.WORDS[token] for token in rows.completion_ids[row][here].tolist()]
+            # the color that is paid for alternates, and is told after the turn in which it counted
+            wanted = {"red": "blue", "blue": "red"}[runs.WORDS[observed[turn - 1]]]
+            assert float(rows.turn_rewards[row][here][-1]) == 0.25 * words.count(wanted) + 0.5 * words.count("good")
+            checked += 1
+    assert checked > 10
+
+
+def test_neither_batch_nor_workers_nor_first_turn_change_an_episode(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path))
+    whole = played(run)
+    prompts = run.prompts(1)
+    parts = concat([run.sampler.sample(part, key=5, group_size=2) for part in prompts.split(5)])
+    assert same(whole, parts)
+    assert isinstance(run.sampler, EpisodeSampler)
+    alone = run.sampler.sampler.sample(prompts, key=5, group_size=2)
+    first = whole.action_mask & (whole.turns == 0)
+    for row in range(len(whole)):
+        assert (
+            whole.completion_ids[row][first[row]].tolist()
+            == alone.completion_ids[row][alone.completion_mask[row]].tolist()
+        )
+    workers = runs.online(tree(tmp_path, workers=2), f"run.out_dir={tmp_path / 'workers'}")
+    assert same(whole, played(workers))
+    _close(workers)
+
+
+def test_a_group_has_one_seed_and_its_members_draw_for_themselves(tmp_path: Path) -> None:
+    rows = played(runs.online(tree(tmp_path)), group_size=4)
+    observed: dict[int, set[int]] = {}
+    for row in range(len(rows)):
+        told = rows.completion_ids[row][rows.completion_mask[row] & ~rows.action_mask[row]].tolist()
+        if told:
+            observed.setdefault(row // 4, set()).add(told[0])
+    assert all(len(first) == 1 for first in observed.values())
+    assert len({next(iter(first)) for first in observed.values()}) == 2
+    assert len({tuple(ids.tolist()) for ids in rows.completion_ids[:4]}) > 1
+
+
+def test_each_turn_has_draws_of_its_own(tmp_path: Path) -> None:
+    """With a context that does not matter (a model of constant logits) turns would be equal if they shared draws."""
+    settings = tree(tmp_path)
+    run = runs.online(settings)
+    for parameter in run.models.policy.parameters():
+        parameter.data.zero_()
+    rows = played(run)
+    first, second = (
+        [
+            rows.completion_ids[row][rows.action_mask[row] & (rows.turns[row] == turn)].tolist()
+            for row in range(len(rows))
+        ]
+        for turn in (0, 1)
+    )
+    both = [(a, b) for a, b in zip(first, second, strict=True) if b]
+    assert len(both) > 8
+    assert sum(a == b for a, b in both) < len(both) / 2
+
+
+def test_no_gradient_through_what_the_environment_wrote(tmp_path: Path) -> None:
+    """The loss reads no log-probability, entropy or value of an environment's token, whatever it is."""
+    run = runs.online(tree(tmp_path), "algorithm.policy_loss.entropy_coef=0.01")
+    experience = _experience(run)
+    micro = experience.to(run.models.device)
+    outputs = run.models.outputs(micro)
+    leaves = [tensor.detach().requires_grad_() for tensor in (outputs.logprobs, outputs.entropy, outputs.values)]
+    terms, _ = run.objective.loss(micro, type(outputs)(**dict(zip(vars(outputs), leaves, strict=True))), run.coefs)
+    sum(terms.values()).backward()  # type: ignore[union-attr]
+    for leaf in leaves:
+        assert leaf.grad is not None
+        assert (leaf.grad[~experience.action_mask] == 0).all()
+        assert (leaf.grad[experience.action_mask] != 0).any()
+
+
+def test_the_ratio_is_1_in_the_first_minibatch_and_kl_is_0_at_the_start(tmp_path: Path) -> None:
+    settings = tree(tmp_path)
+    settings["policy"]["dtype"] = "float64"
+    settings["schedule"] = {"steps": 1}
+    runs.make_model(tmp_path / "model", dtype=torch.float64)
+    runs.trained(settings, "sampling.old_log_probs=trainer")
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["policy/first_ratio_deviation"] < 1e-9
+    assert abs(line["kl/reference"]) < 1e-9
+    assert line["env/turns"] > 1.5
+    assert line["env/tokens"] > 1
+    assert abs(line["env/return"] - line["score/mean"]) < 1e-6
+
+
+def _experience(run: OnlineRun) -> Any:
+    collected = sample_and_score(run, 1)
+    assert collected is not None
+    return compute_advantages(annotate(run, collected), run.algorithm, run.coefs)
+
+
+def _close(run: OnlineRun) -> None:
+    assert run.episodes is not None
+    run.episodes.pool.stop()
+    run.session.recorder.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", ["raise", "hang", "nan", "four", "exit"])
+def test_a_failing_environment_is_counted_and_nothing_else_is_lost(tmp_path: Path, how: str, workers: int) -> None:
+    if how == "exit" and workers == 0:
+        pytest.skip("it would end the test")
+    good = played(runs.online(tree(tmp_path, "Broken", kwargs={"how": "", "prompt": "no"})), group_size=1)
+    limits = {"workers": workers, "step_timeout_s": 3.0 if workers else 0.3}
+    run = runs.online(tree(tmp_path, "Broken", kwargs={"how": how}, **limits), f"run.out_dir={tmp_path / 'b'}")
+    notes: list[str] = []
+    assert run.episodes is not None
+    run.episodes.note = notes.append
+    rows = played(run, group_size=1)
+    failed = torch.tensor([reference["prompt"] == "red one" for reference in rows.references])
+    assert int(failed.sum()) == 1
+    assert (rows.stops[failed] == StopReason.ERROR).all()
+    assert (rows.stops[~failed] != StopReason.ERROR).all()
+    assert not rows.action_mask[failed].any()
+    others = (~failed).nonzero().flatten()
+    width = min(rows.completion_ids.shape[1], good.completion_ids.shape[1])
+    assert torch.equal(rows.action_mask[others][:, :width], good.action_mask[others][:, :width])
+    assert torch.equal(rows.turn_rewards[others][:, :width], good.turn_rewards[others][:, :width])
+    assert "1 of 16 episodes failed" in notes[0]
+    scores = run.reward(rows).values
+    assert torch.isclose(scores[failed], scores[~failed].mean()).all()
+    _close(run)
+
+
+def test_ten_thousand_tokens_are_a_context_overflow(tmp_path: Path) -> None:
+    rows = played(runs.online(tree(tmp_path, "Broken", kwargs={"how": "long"})), group_size=1)
+    long = [row for row in range(len(rows)) if rows.references[row]["prompt"] == "red one"]
+    assert [StopReason(int(rows.stops[row])) for row in long] == [StopReason.CONTEXT]
+    assert rows.action_mask[long[0]].any()
+    assert float(rows.turn_rewards[long[0]].sum()) >= 0.5
+    assert rows.completion_mask.sum(dim=1).max() <= 64
+
+
+def test_many_failures_stop_the_run(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path, "Failing"))
+    with pytest.raises(RewardError, match=r"16 of 16 episodes failed .* no more colors"):
+        played(run, group_size=1)
+
+
+def test_on_error_stop_and_zero(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"on_error=stop.*no more colors"):
+        played(runs.online(tree(tmp_path, "Broken", kwargs={"how": "raise"}, on_error="stop")), group_size=1)
+    run = runs.online(
+        tree(tmp_path, "Broken", kwargs={"how": "raise"}, on_error="zero"), f"run.out_dir={tmp_path / 'zero'}"
+    )
+    rows = played(run, group_size=1)
+    failed = rows.stops == StopReason.ERROR
+    assert failed.sum() == 1
+    assert rows.action_mask[failed].any()
+
+
+def test_token_budget(tmp_path: Path) -> None:
+    rows = played(runs.online(tree(tmp_path, max_tokens=14)))
+    assert (rows.stops == StopReason.MAX_TOKENS).any()
+    assert int(rows.completion_mask.sum(dim=1).max()) <= 14
+
+
+def test_bootstrap_reads_the_last_observation_and_learns_no_token_of_it(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path, max_turns=2, truncation="bootstrap"), "critic.head=normal")
+    experience = _experience(run)
+    cut = experience.stops == StopReason.MAX_TURNS
+    assert cut.any()
+    assert torch.equal(experience.bootstrapped, cut)
+    assert experience.final_values is not None
+    assert (experience.final_values[cut] != 0).all()
+    assert (experience.final_values[~cut] == 0).all()
+    rows = cut.nonzero().flatten().tolist()
+    for row in rows:
+        (places,) = experience.action_mask[row].nonzero(as_tuple=True)
+        last = int(places[-1])
+        bootstrapped = float(experience.rewards[row, last] + experience.final_values[row])
+        assert float(experience.returns[row, last]) == pytest.approx(bootstrapped, abs=1e-5)
+
+
+def test_drop_leaves_cut_episodes_out_of_the_loss(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path, max_turns=2, truncation="drop"))
+    experience = _experience(run)
+    cut = ~experience.finished
+    assert cut.any()
+    assert not cut.all()
+    assert not experience.loss_mask[cut].any()
+
+
+@pytest.mark.parametrize("preset", ["ppo", "grpo", "gspo", "online_dpo", "trpo"])
+def test_presets_train_on_episodes(tmp_path: Path, preset: str) -> None:
+    settings = tree(tmp_path)
+    settings["algorithm"] = {"preset": preset}
+    settings["sampling"] = {"max_new_tokens": 6, "completions_per_prompt": 4}
+    settings["batch"] = {"prompts_per_step": 8, "micro_batch_size": 8}
+    before = runs.online(settings, f"run.out_dir={tmp_path / 'start'}")
+    start = runs.weights(before.models.policy)
+    before.session.recorder.close()
+    after = runs.trained(settings, "schedule.steps=2")
+    assert runs.largest_difference(start, runs.weights(after.models.policy)) > 0
+
+
+def test_a_first_observation_without_room(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path, "Wordy", kwargs={"words": 80}))
+    with pytest.raises(RewardError, match="no episode could begin"):
+        played(run)
+    rows = played(runs.online(tree(tmp_path, "Wordy", kwargs={"words": 3}), f"run.out_dir={tmp_path / 'b'}"))
+    assert (rows.prompt_mask.sum(dim=1) >= 5).all()
+    assert all(str(reference["prompt"]).endswith("\n\nred red red") for reference in rows.references)
+
+
+def test_a_supervised_run_is_evaluated_by_episodes(tmp_path: Path) -> None:
+    settings = runs.offline_tree(tmp_path, "sft")
+    del settings["data"]["preferences"], settings["data"]["eval_preferences"], settings["eval"]["source"]
+    rows = [{"prompt": "red one", "completion": " good"}] * 16
+    settings["data"]["sft"] = {"path": str(runs.write_rows(tmp_path / "sft.jsonl", rows))}
+    settings["environment"] = {"target": f"{word_games.__file__}:Colors", "max_turns": 2}
+    runs.trained_offline(settings)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [1 <= line["eval/turns"] <= 2 for line in lines if "eval/turns" in line].count(True) >= 2

@@ -1,0 +1,213 @@
+"""Tools and other libraries' environments: what calls are, and what the policy reads."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rlhf.environments.host import Act, Begin, End, Host
+from rlhf.environments.load import load_environment
+from rlhf.environments.protocol import EnvironmentFault, Fault, StepResult, checked_reset, checked_step
+from rlhf.environments.tools import FunctionTools, ToolEnvironment, read_calls, tool_guide, tool_of
+from rlhf.errors import ConfigError
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def power(base: int, exponent: int = 2) -> int:
+    """Raise a number to a power."""
+    return base**exponent
+
+
+def test_a_tool_is_read_from_hints_and_docstring() -> None:
+    schema = tool_of(power).schema()["function"]
+    assert schema["name"] == "power"
+    assert schema["description"] == "Raise a number to a power."
+    assert schema["parameters"]["properties"] == {"base": {"type": "integer"}, "exponent": {"type": "integer"}}
+    assert schema["parameters"]["required"] == ["base"]
+    assert tool_guide([tool_of(power).schema()]).splitlines()[-1] == (
+        "power(base: integer, exponent: integer): Raise a number to a power."
+    )
+    with pytest.raises(ValueError, match="docstring"):
+        tool_of(lambda x: x, "nameless")
+
+    def unhinted(x):  # type: ignore[no-untyped-def]
+        """Do something."""
+
+    with pytest.raises(ValueError, match="type hint for its argument 'x'"):
+        tool_of(unhinted)
+
+
+def test_calls_are_read_from_text() -> None:
+    text = 'I add. <tool>{"name": "add", "arguments": {"a": 1}}</tool> <tool_call>\n{"name": "x"}\n</tool_call>'
+    first, second = read_calls(text)
+    assert (first.name, first.arguments) == ("add", {"a": 1})  # type: ignore[union-attr]
+    assert second.name == "x"  # type: ignore[union-attr]
+    assert "no JSON" in read_calls("<tool>{a}</tool>")[0]  # type: ignore[operator]
+    assert read_calls("no call") == []
+
+
+def test_the_policys_mistakes_are_told_and_counted() -> None:
+    tools = FunctionTools([power], reward=lambda answer, row: float(answer == row["answer"]))
+    tools.reset(options={"answer": "9"})
+    call = '<tool>{"name": "%s", "arguments": %s}</tool>'
+    told, reward, over, _, info = tools.step(call % ("power", '{"base": 3}') + call % ("root", "{}"))
+    assert told.splitlines() == ["9", "error: no tool 'root'; there are power"]
+    assert (reward, over, info) == (0.0, False, {"tool_calls": 2, "tool_errors": 1})
+    assert "missing a required argument" in tools.step(call % ("power", "{}"))[0]
+    assert "TypeError" in tools.step(call % ("power", '{"base": "x"}'))[0]
+    assert tools.step("9")[1:3] == (1.0, True)
+    assert tools.step("8")[1:3] == (0.0, True)
+
+
+def test_a_class_in_trls_form() -> None:
+    calculator = example("calculator")
+    make = load_environment(f"{EXAMPLES}/calculator.py:Calculator", {})
+    environment = make()
+    assert isinstance(environment, ToolEnvironment)
+    assert [schema["function"]["name"] for schema in environment.tool_schemas] == ["add", "multiply"]
+    environment.reset(options={"sum": "(3 + 4) * 6", "prompt": "Compute."})
+    assert environment.step(calculator.call("add", a=3, b=4))[0] == "7"
+    assert environment.step(calculator.call("multiply", a=7, b=6))[0] == "42"
+    assert environment.step("It is 42.")[1:3] == (1.0, True)
+
+
+def test_guess_the_number() -> None:
+    guess = example("guess_number")
+    wins = sum(len(guess.random_game(seed)) < 10 for seed in range(2000)) / 2000
+    assert 0.17 < wins < 0.23  # 4 of 20 in fewer than five guesses
+    game = guess.GuessNumber()
+    for seed in range(50):  # halving finds every number in five guesses
+        game.reset(seed=seed)
+        low, high, reward = 1, 20, 0.0
+        for _ in range(5):
+            middle = (low + high) // 2
+            answer, reward, over, _, _ = game.step(f" {middle}.")
+            if over:
+                break
+            low, high = (middle + 1, high) if answer == "Higher." else (low, middle - 1)
+        assert reward >= 0.8
+    game.reset(seed=1)
+    assert game.step("It may be 7")[4] == {"malformed": 1}
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        (("a", 1.0, True, False), "it returned 4 values"),
+        (None, "it returned a NoneType"),
+        (("a", float("inf"), True, False, {}), "finite number"),
+        (("a", "1", True, False, {}), "finite number"),
+        ((b"a", 1.0, True, False, {}), "the observation is a bytes"),
+        (([{"content": "x"}], 1.0, True, False, {}), "the observation is a list"),
+    ],
+)
+def test_what_is_no_step(returned: Any, reason: str) -> None:
+    with pytest.raises(EnvironmentFault, match=reason):
+        checked_step(returned)
+
+
+def test_what_is_a_step_and_a_reset() -> None:
+    step = checked_step((None, 1, 0, 1, {"hits": 2, "name": "x"}))
+    assert step == StepResult("", 1.0, False, True, {"hits": 2.0})
+    assert checked_reset(None).observation == ""
+    assert checked_reset("a").observation == "a"
+    assert checked_reset(([{"role": "user", "content": "a"}], {})).observation == [{"role": "user", "content": "a"}]
+
+
+class Dice:
+    """Draws from Python's global random generator, and seeds it in reset."""
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        random.seed(seed)
+        return str(random.random()), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return str(random.random()), 0.0, False, False, {}
+
+
+def test_global_generators_are_each_episodes_own() -> None:
+    random.seed(11)
+    expected = [random.random() for _ in range(2)]
+    random.seed(11)
+    host = Host(Dice)
+    alone = [host.handle(request) for request in (Begin(1, 5, {}), Act(1, ""), Act(1, ""))]
+    assert random.random() == expected[0]
+    mixed = [
+        host.handle(request)
+        for request in (Begin(2, 5, {}), Begin(3, 6, {}), Act(2, ""), Act(3, ""), Act(3, ""), Act(2, ""), End(3))
+    ]
+    assert [mixed[0], mixed[2], mixed[5]] == alone
+    assert random.random() == expected[1]
+    assert isinstance(host.handle(Act(3, "")), Fault)
+
+
+def test_text_arena() -> None:
+    pytest.importorskip("textarena")
+    make = load_environment("textarena:GuessTheNumber-v0", {})
+    first, second = make(), make()
+    rules = first.reset(seed=3)[0]
+    assert "between 1 and 20" in rules
+    second.reset(seed=4)
+    told, reward, over, _, _ = first.step("[5]")
+    assert told == "[GAME] The target number is higher."
+    assert (reward, over) == (0.0, False)
+    for guess in range(6, 21):
+        _, reward, over, _, _ = first.step(f"[{guess}]")
+        if over:
+            break
+    assert over
+    with pytest.raises(ConfigError, match="did you mean GuessTheNumber-v0"):
+        load_environment("textarena:GuessTheNumbr-v0", {})
+
+
+def test_reasoning_gym() -> None:
+    pytest.importorskip("reasoning_gym")
+    make = load_environment("reasoning_gym:chain_sum", {"max_terms": 3})
+    question, again = make(), make()
+    text = question.reset(seed=9)[0]
+    assert text == again.reset(seed=9)[0]
+    assert text != again.reset(seed=10)[0]
+    answer = question.data[0]["answer"]  # type: ignore[attr-defined]
+    assert question.step(f"<answer>{answer}</answer>")[1:3] == (1.0, True)
+    assert question.step("no idea")[1] < 1.0
+    with pytest.raises(ConfigError, match="no such task"):
+        load_environment("reasoning_gym:chain_summ", {})
+    with pytest.raises(ConfigError, match="refuses them"):
+        load_environment("reasoning_gym:chain_sum", {"terms": 3})
+
+
+def test_gymnasium() -> None:
+    pytest.importorskip("gymnasium")
+    make = load_environment("gym:FrozenLake-v1", {"is_slippery": False})
+    lake = make()
+    assert lake.reset(seed=1)[0] == "0"
+    assert lake.step("go 2")[0] == "1"
+    told, reward, over, _, info = lake.step("right")
+    assert (told, reward, over, info) == ("Answer with one whole number from 0 to 3.", 0.0, False, {"malformed": 1.0})
+    with pytest.raises(ConfigError, match="FrozenLak"):
+        load_environment("gym:FrozenLak-v1", {})
+
+
+def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, extra in (("gymnasium", "gym"), ("textarena", "textarena"), ("reasoning_gym", "reasoning-gym")):
+        monkeypatch.setitem(sys.modules, name, None)
+        target = {"gymnasium": "gym:A-v1"}.get(name, f"{name}:A")
+        with pytest.raises(ConfigError, match=rf"\[{extra}\]"):
+            load_environment(target, {})

@@ -1,0 +1,71 @@
+"""rlhf eval, chat and report of a run with an environment, by the commands."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import runs
+import yaml
+from rich.console import Console
+from test_episodes import tree
+
+from rlhf.cli import main
+from rlhf.commands.episodes import run_episodes
+from rlhf.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agent")
+    settings = tree(folder)
+    settings["data"]["eval_prompts"] = {"path": str(runs.prompts_file(folder)), "limit": 6}
+    settings["eval"] = {"every": 2}
+    settings["schedule"] = {"steps": 2}
+    (folder / "agent.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["train", str(folder / "agent.yaml")]) == 0
+    return folder / "run"
+
+
+def test_evaluation_during_the_run_plays_episodes(run_folder: Path) -> None:
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if "eval/turns" in line]
+    assert [line["step"] for line in evaluated] == [0, 2]
+    assert all(1 < line["eval/turns"] <= 3 for line in evaluated)
+    samples = [json.loads(line) for line in (run_folder / "samples.jsonl").read_text().splitlines()]
+    held_out = [sample for sample in samples if sample["split"] == "eval"]
+    assert len(held_out) == 12
+    for sample in held_out:
+        assert sample["score"] == pytest.approx(sum(part.get("reward", 0.0) for part in sample["turns"]))
+
+
+def test_eval_compares_episodes(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(run_folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "eval/turns" in printed
+    assert "win rate over the reference" in printed
+    result = json.loads((run_folder / "eval.json").read_text())
+    assert result["prompts"] == 6
+    assert 1 < result["run"]["eval/turns"] <= 3
+
+
+def test_chat_shows_episodes(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    run_episodes(str(run_folder), 2, seed=1, greedy=False, console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("= return") == 2
+    assert "environment │" in text
+    assert "policy │" in text
+    assert main(["chat", str(run_folder), "--episodes", "1"]) == 0
+    capsys.readouterr()
+    plain = tmp_path / "plain"
+    shutil.copytree(run_folder, plain)
+    settings = yaml.safe_load((plain / "config.yaml").read_text())
+    settings["environment"] = None
+    settings["reward"] = {"source": {"type": "function", "target": f"{runs.__file__}:count_good"}}
+    (plain / "config.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(ConfigError, match="without an environment"):
+        run_episodes(str(plain), 1, seed=1, greedy=False, console=console)

@@ -1,0 +1,108 @@
+"""Environments over the eight words of tests/runs.py, some of which fail on purpose."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import runs
+
+
+class CountGood:
+    """One turn: the reward function of tests/runs.py as an environment."""
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", runs.golds(action)[0], True, False, {}
+
+
+class Colors:
+    """Says a color in each turn and pays for it in the action that follows; a seed decides which."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns = turns
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self.played, self.seed = 0, int(seed or 0)
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.played += 1
+        wanted = ("red", "blue")[(self.seed + self.played) % 2]
+        reward = 0.25 * action.split().count(wanted) + 0.5 * action.split().count("good")
+        return f"{wanted} one", reward, self.played == self.turns or "bad" in action, False, {}
+
+
+class Killed(BaseException):
+    """The process is gone: nothing is saved."""
+
+
+class KilledAt(Colors):
+    """Kills the process after as many steps, over all episodes, as a file says."""
+
+    def __init__(self, counter: str) -> None:
+        super().__init__()
+        self.counter = Path(counter)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        left = int(self.counter.read_text()) - 1
+        self.counter.write_text(str(left))
+        if left == 0:
+            raise Killed
+        return super().step(action)
+
+
+class Broken(Colors):
+    """Fails in its second turn in the way that is asked for, for every `every`th episode (by the row's prompt)."""
+
+    def __init__(self, how: str, turns: int = 3, prompt: str = "red one", log: str = "") -> None:
+        super().__init__(turns)
+        self.how, self.prompt, self.log = how, prompt, log
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        assert options is not None
+        self.fails = options["prompt"] == self.prompt
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        result = super().step(action)
+        if not self.fails:
+            return result
+        match self.how:
+            case "raise":
+                raise RuntimeError("no more colors")
+            case "hang":
+                time.sleep(60)
+            case "exit":
+                os._exit(3)
+            case "nan":
+                return result[0], float("nan"), False, False, {}
+            case "long":
+                return " ".join(["red"] * 10_000), 0.5, False, False, {}
+            case "four":
+                return result[:4]  # type: ignore[return-value]
+        return result
+
+
+class Failing(Colors):
+    """Fails always."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        raise RuntimeError("no more colors")
+
+
+class Wordy(Colors):
+    """Begins with a long observation."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words = words
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        return " ".join(["red"] * self.words), {}

@@ -1,0 +1,67 @@
+"""Bugs of episodes: what is learned of them, and what the environment wrote."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+EXACT = ("tests/environments/test_exact_episodes.py",)
+PLAYED = ("tests/environments/test_episodes.py",)
+
+EPISODES = [
+    Mutant(
+        name="observations-in-the-loss",
+        file="rlhf/experience.py",
+        before="    mask = rollout.action_mask\n",
+        after="    mask = rollout.completion_mask\n",
+        why="the policy is trained to write what the environment wrote (RAGEN 71, verl 2337)",
+        tests=EXACT,
+    ),
+    Mutant(
+        name="observations-in-gae",
+        file="rlhf/algorithms/gae.py",
+        before="        mask = rollout.action_mask\n",
+        after="        mask = rollout.completion_mask\n",
+        why="values of observations are steps of the recursion (verl 7278)",
+        tests=EXACT,
+    ),
+    Mutant(
+        name="rewards-of-turns-at-the-end",
+        file="rlhf/experience.py",
+        before="token_rewards(rollout.scores, penalty, mask, rollout.episode_rewards)",
+        after="token_rewards(rollout.scores, penalty, mask)",
+        why="a turn is paid at the end of the episode: with lambda below 1 its actions learn less of it (miles 1827)",
+        tests=EXACT,
+    ),
+    Mutant(
+        name="turn-lambda-within-turns",
+        file="rlhf/algo/advantages.py",
+        before="torch.where(turns[:, t] == next_turn, gamma * gae_lambda, gamma * turn_lambda)",
+        after="torch.where(turns[:, t] == next_turn, gamma * turn_lambda, gamma * gae_lambda)",
+        why="lambda between turns is that of tokens, and the other way round",
+        tests=EXACT,
+    ),
+    Mutant(
+        name="critic-learns-observations",
+        file="rlhf/objective.py",
+        before="            return batch.action_mask\n",
+        after="            return batch.completion_mask\n",
+        why="the critic is fitted to returns of 0 at tokens of the environment",
+        tests=PLAYED,
+    ),
+    Mutant(
+        name="turns-draw-the-same",
+        file="rlhf/sampling/episodes.py",
+        before='turn_key = key if turn == 0 else derive_seed(key, "turn", turn)',
+        after="turn_key = key",
+        why="every turn draws with the first turn's random numbers",
+        tests=PLAYED,
+    ),
+    Mutant(
+        name="members-meet-other-tasks",
+        file="rlhf/sampling/episodes.py",
+        before='derive_seed(key, "environment", row // group_size)',
+        after='derive_seed(key, "environment", row)',
+        why="the episodes of a group have different instances: the baseline compares tasks",
+        tests=PLAYED,
+    ),
+]
