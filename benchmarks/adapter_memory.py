@@ -80,7 +80,8 @@ def storage_bytes(tensors: Iterable[Any]) -> int:
 def formula(policy: Any, *, roles: int, trained: int, is_full: bool) -> float:
     """Compute the bytes of weights and moments from the shapes of the policy alone.
 
-    Full: 12 for each weight of a trained model (weight, two moments), 4 or 2 for each of a frozen one. Adapters: the
+    Full: 12 for each weight of a trained model (weight, two moments), 2 for each of a frozen one, whose numbers
+    bfloat16 has exactly. Adapters: the
     base once, 4.127 bits for each weight of a linear layer and 16 for each of an embedding, and 12 bytes for each
     weight of an adapter, 4 if it is frozen.
     """
@@ -88,7 +89,7 @@ def formula(policy: Any, *, roles: int, trained: int, is_full: bool) -> float:
 
     if is_full:
         count = sum(p.numel() for p in policy.parameters())
-        return 12.0 * count * trained + 2.0 * count + 4.0 * count * (roles - trained - 1)
+        return 12.0 * count * trained + 2.0 * count * (roles - trained)
     linear = sum(m.in_features * m.out_features for m in policy.modules() if isinstance(m, QuantizedLinear))
     adapters = sum(p.numel() for n, p in policy.named_parameters() if "lora_" in n)
     others = sum(p.numel() for n, p in policy.named_parameters() if "lora_" not in n and p.ndim == 2)
