@@ -33,7 +33,7 @@ class RewardConfig(Section):
     """The source of scores and their shaping."""
 
     source: Annotated[Source, OneOf()]
-    """function, model, remote, openai, ensemble or rules."""
+    """function, verifier, model, remote, openai, ensemble or rules."""
     shaping: ShapingConfig = ShapingConfig()
     """Clipping, and penalties for a missing EOS and for overlong completions."""
     watch: WatchConfig | None = None

@@ -25,7 +25,7 @@ from rlhf.tracking.metrics import Metrics
 from rlhf.training.finish import counts
 from rlhf.training.online_run import OnlineRun
 from rlhf.training.overlap import sample_and_score_in_parts
-from rlhf.training.rollout import Collected, live_tokens
+from rlhf.training.rollout import Collected, concat_scores, live_tokens
 from rlhf.types import Completions, Prompts, Scores
 
 
@@ -314,13 +314,8 @@ def _refill_uniform_groups(
 
 
 def _concat_batches(batches: Sequence[Batch]) -> Batch:
-    """Concatenate the rows of the batches; of the scores' parts, those that all of them have."""
-    all_scores = [batch[1] for batch in batches]
-    names = [name for name in all_scores[0].parts if all(name in scores.parts for scores in all_scores)]
-    return concat([batch[0] for batch in batches]), Scores(
-        values=torch.cat([scores.values for scores in all_scores]),
-        parts={name: torch.cat([scores.parts[name] for scores in all_scores]) for name in names},
-    )
+    """Concatenate the rows of the batches."""
+    return concat([batch[0] for batch in batches]), concat_scores([batch[1] for batch in batches])
 
 
 def _select_rows(batch: Batch, index: Tensor) -> Batch:

@@ -21,6 +21,7 @@ from rlhf.config.sections import OldLogProbs
 from rlhf.data.prompts import SOURCE
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.policy_models import Models
+from rlhf.rewards.verifier import GRADING
 from rlhf.tracking.metrics import Metrics
 from rlhf.types import Completions, Experience, Rollout, Scores
 
@@ -48,6 +49,20 @@ class Collected:
 def live_tokens(completions: Completions) -> int:
     """Count the live tokens of prompts and completions."""
     return int(completions.prompt_mask.sum() + completions.completion_mask.sum())
+
+
+def concat_scores(all_scores: Sequence[Scores]) -> Scores:
+    """Concatenate scores; a part that only some of them have is NaN for the rows of the others: it does not apply."""
+    names = list(dict.fromkeys(name for scores in all_scores for name in scores.parts))
+    return Scores(
+        values=torch.cat([scores.values for scores in all_scores]),
+        parts={
+            name: torch.cat(
+                [scores.parts.get(name, torch.full_like(scores.values, torch.nan)) for scores in all_scores]
+            )
+            for name in names
+        },
+    )
 
 
 @torch.no_grad()
@@ -147,7 +162,7 @@ def sample_records(
                 "prompt": prompt if isinstance(prompt, str) else decode(_live_prompt(rollout, row)),
                 "completion": decode(rollout.completion_ids[row, :length].tolist()),
                 "score": float(rollout.scores[row]),
-                "parts": {name: _number(value[row]) for name, value in (parts or {}).items()},
+                "parts": {name: _number(value[row]) for name, value in (parts or {}).items() if GRADING not in name},
                 "kl": float(sequence_kl[row]),
                 "length": length,
                 "finished": bool(rollout.finished[row]),
@@ -219,11 +234,11 @@ def logprob_metrics(experience: Experience, models: Models) -> dict[str, Mean]:
 def part_metrics(scores: Scores) -> Metrics:
     """Compute mean and standard deviation of each named part over the completions that it applies to (not NaN).
 
-    Characters of a name that some tracker refuses become underscores.
+    Characters of a name that some tracker refuses become underscores. What became of gradings has metrics of its own.
     """
-    metrics = Metrics()
+    metrics = grading_metrics(scores.parts)
     for part, values in scores.parts.items():
-        if part in SCORE_PARTS:
+        if part in SCORE_PARTS or part.startswith(GRADING):
             continue
         name = REFUSED.sub("_", part)
         live = values[~values.isnan()].double()
@@ -231,6 +246,17 @@ def part_metrics(scores: Scores) -> Metrics:
         if len(live):
             metrics.update({f"part/{name}/mean": Mean.of(live)})
             metrics.add(f"part/{name}/std", float(live.std(correction=0)))
+    return metrics
+
+
+def grading_metrics(parts: Mapping[str, Tensor]) -> Metrics:
+    """Compute what became of the gradings of a step; nothing where the source is no verifier."""
+    metrics = Metrics()
+    for name, values in parts.items():
+        if name == f"{GRADING}seconds":
+            metrics.add(f"{name}_p95", float(values.double().quantile(0.95)))
+        elif name.startswith(GRADING):
+            metrics.update({name: Mean.of(values)})
     return metrics
 
 

@@ -94,7 +94,7 @@ def test_a_uniform_group_is_replaced_by_another_prompt_in_its_place() -> None:
     assert result.completions.row_ids.tolist() == [0, 1, 2, 3, 4, 5]
     assert result.scores.values.tolist() == [1, 2, 4, 3, 1, 2]
     assert result.scores.parts["raw"].tolist() == [101, 102, 104, 103, 101, 102]
-    assert set(result.scores.parts) == {"raw"}
+    assert result.scores.parts["only once"].isnan().tolist() == [False, False, True, True, False, False]
     assert result.completions.prompt_ids[:, -1].tolist() == [3, 3, 8, 8, 5, 5]
     assert result.completions.completion_mask.sum(1).tolist() == [3, 3, 4, 4, 3, 3]
     assert result.extra == 2
