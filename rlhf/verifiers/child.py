@@ -78,7 +78,7 @@ class Graders:
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
         try:
             answer = {"grade": checked_grade(self.functions[key](completion, row))}
-        except Exception as error:  # a mistake of the grader, which the parent counts
+        except BaseException as error:  # a mistake of the grader, which the parent counts; also sys.exit
             answer = {"error": _last_line(error)}
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -11,7 +11,7 @@ from rlhf.verifiers.grader import GradeFunction, Grader, Row
 
 ANNOUNCED = (
     r"\\boxed\s*\{{?\s*(?:\\text\s*\{{)?\s*\(?({letters})\b",
-    r"\banswer\b(?:\s+is|\s*[:=])?\s*(?:is\s*)?[:=]?\s*[*_`\"']*\(?({letters})\b(?!['’])",
+    r"\banswer\b(?:\s+is|\s*[:=])?\s*(?:is\s*)?[:=]?[*_`\"'\s]*\(?({letters})\b(?!['’])",
 )
 ALONE = r"[\s(*_`\"']*({letters})[\s).:*_`\"']*"  # the whole of a line is the letter
 FIRST = r"[\s*_`\"']*\(?({letters})[).:](?:\s|$)"  # the first line begins with it: "B) Paris"

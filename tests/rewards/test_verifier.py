@@ -59,7 +59,7 @@ def test_a_short_name_stands_for_a_grader() -> None:
 
 def test_no_setting_of_a_grader_has_the_name_of_one_of_the_source() -> None:
     ours = {name: set(kind.model_fields) & set(VerifierSource.model_fields) for name, kind in Grader.choices().items()}
-    assert ours == dict.fromkeys(ours, {"type"})
+    assert ours == {name: {"type"} for name in ours}
     assert not any("name" in kind.model_fields for kind in Grader.choices().values())
 
 
