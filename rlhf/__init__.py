@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"  # as in pyproject.toml
 
 if TYPE_CHECKING:
+    from rlhf.api.reward_checking import reward_check
     from rlhf.api.runs import CompareResult, RunResult, compare, evaluate, reward_model, sample, sft, train
     from rlhf.exact.check import CheckResult, Finding, check
 
@@ -49,11 +50,18 @@ __all__ = [
     "check",
     "compare",
     "evaluate",
+    "reward_check",
     "reward_model",
     "sample",
     "sft",
     "train",
 ]
+
+OWNERS = {
+    **dict.fromkeys(("CheckResult", "Finding", "check"), "rlhf.exact.check"),
+    "reward_check": "rlhf.api.reward_checking",
+}
+"""Modules that define what this package exports, where it is not rlhf.api.runs."""
 
 
 def __dir__() -> list[str]:
@@ -65,5 +73,4 @@ def __getattr__(name: str) -> Any:
     """Import what defines a name when it is first used: it needs torch, which `rlhf --help` and a mistake do not."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    owner = "rlhf.exact.check" if name in ("CheckResult", "Finding", "check") else "rlhf.api.runs"
-    return getattr(importlib.import_module(owner), name)
+    return getattr(importlib.import_module(OWNERS.get(name, "rlhf.api.runs")), name)

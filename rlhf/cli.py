@@ -36,6 +36,7 @@ rlhf export runs/ppo --gguf ppo.gguf              one file for llama.cpp
 rlhf serve-reward runs/reward_model --port 8000   for reward.source.type=remote
 rlhf config configs/ppo.yaml policy.lr=1e-6
 rlhf lint   configs/ppo.yaml batch.epochs=20      unsafe settings, each with its reason, its source and the fix
+rlhf reward-check math --dataset prompts.jsonl    does a reward pay for right answers only? before a run
 rlhf launch --slurm configs/ppo.yaml --nodes 2 --gpus 8      print the job script; also --torchrun, --skypilot
 
 Completion in bash: eval "$(register-python-argcomplete rlhf)" (in zsh after autoload -U bashcompinit; bashcompinit)
@@ -49,12 +50,13 @@ TARGETS = {
     "run": "a run folder or a model; RUN@best is the best checkpoint that a run has kept",
     "run-folder": "a run folder; RUN@best is the best checkpoint that the run has kept",
     "folder": "the folder of a run or of a comparison",
+    "reward": "a verifier (math, json, my_file.py:grade), a reward function or model, or a configuration (YAML)",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code: 0 when done (or interrupted and saved), 1 if a part of a comparison
-    failed, 2 for a user error."""
+    failed or a reward pays for worthless answers, 2 for a user error."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments and "_ARGCOMPLETE" not in os.environ:
         _parser().print_help()
@@ -296,6 +298,8 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--temperature", type=float, help=f"divides the logits (default: {trained}: 1)")
     sample.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this probability (default: 1)")
     sample.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
+    what = "score right and worthless answers, to find what a policy would exploit"
+    _add_reward_check(verb("reward-check", what, "reward"))
     serve = verb("serve-reward", "serve a trained reward model over HTTP, for reward.source.type=remote", "run")
     serve.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
@@ -317,6 +321,22 @@ def _parser() -> argparse.ArgumentParser:
     quickstart.add_argument("--seed", type=int, default=0, help="seed of every stage (default: 0)")
     quickstart.add_argument("--out", default="runs/quickstart", help="folder for the runs (default: runs/quickstart)")
     return parser
+
+
+def _add_reward_check(check: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlhf reward-check`."""
+    check.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        default=[],
+        help="settings of the source, e.g. answer=solution; of a configuration, settings of the run",
+    )
+    columns = "prompts, with the columns that the reward reads"
+    check.add_argument("--dataset", metavar="path", required=True, help=columns)
+    check.add_argument("--answer", metavar="column", help="right answers, as a model should write them")
+    check.add_argument("--limit", type=int, default=200, help="use only the first so many rows (default: 200)")
+    check.add_argument("--best", type=float, metavar="score", help="what a right answer has to earn (a verifier's: 1)")
 
 
 def _add_launch(launch: argparse.ArgumentParser, overrides: dict[str, Any]) -> None:
@@ -429,6 +449,15 @@ def _lint(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.commands.lint import run_lint
 
     run_lint(parsed.target, parsed.overrides, console)
+
+
+def _reward_check(parsed: argparse.Namespace, console: Console) -> int:
+    from rlhf.api.reward_checking import reward_check_from_command_line
+
+    options = {name: getattr(parsed, name) for name in ("answer", "limit", "best")}
+    result = reward_check_from_command_line(parsed.target, parsed.dataset, parsed.overrides, **options)
+    console.print(Text(str(result)), soft_wrap=True)
+    return 0 if result.ok else 1
 
 
 def _launch(parsed: argparse.Namespace, console: Console) -> None:
@@ -569,6 +598,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Console], int | None]] = {
     "compare": _compare,
     "config": _config,
     "lint": _lint,
+    "reward-check": _reward_check,
     "launch": _launch,
     "eval": _eval,
     "report": _report,

@@ -111,6 +111,19 @@ class Source(Choice):
         """Return the source in a few words, for a report."""
         return self.type
 
+    @property
+    def best_score(self) -> float | None:
+        """Return the score of a right answer, for `rlhf reward-check`; None if it is not known."""
+        return None
+
+    def reference(self, row: Mapping[str, Any]) -> str | None:
+        """Return a completion that earns the best score of a row, for `rlhf reward-check`; None if none is known."""
+        return None
+
+    def for_check(self) -> Source:
+        """Return the source as `rlhf reward-check` builds it."""
+        return self
+
 
 def sources_in(section: Section, key: str = "") -> Iterator[tuple[str, Source]]:
     """Yield every source in a section, itself and those in other sources included, with its key below `key`."""

@@ -88,7 +88,21 @@ class VerifierSource(Source):
 
     def describe(self) -> str:
         """Return the verifiers' names."""
-        return f"verifier {', '.join([self.grader.type, *self.graders])}"
+        return f"verifier {', '.join([self.grader.describe(), *self.graders])}"
+
+    @property
+    def best_score(self) -> float | None:
+        """Return 1 where the verifiers' own weights are used."""
+        return None if self.weights or self.how == "gdpo" else 1.0
+
+    def reference(self, row: Mapping[str, Any]) -> str | None:
+        """Return the right answer as the row's grader knows it."""
+        grader = self.graders.get(str(row.get(self.column)), self.grader)
+        return grader.reference(row)
+
+    def for_check(self) -> VerifierSource:
+        """Return the source with failures counted, and none that stops."""
+        return self.model_copy(update={"max_failures": 1.0})
 
     def build(self, context: SourceContext) -> VerifierReward:
         """Return what grades.

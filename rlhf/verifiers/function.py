@@ -48,6 +48,10 @@ class FunctionGrader(Grader):
                 f"{inspect.signature(function)}: {error}. Write grade(completion, row)"
             ) from error
 
+    def describe(self) -> str:
+        """Return the import path."""
+        return self.target
+
     def code_files(self) -> Mapping[str, Path]:
         """Return the file of the function, if the target names one."""
         file = Path(self.target.rpartition(":")[0])

@@ -39,6 +39,10 @@ class Grader(Choice):
             UserError: a package is missing, or the grader cannot be trusted; the message says what to do.
         """
 
+    def describe(self) -> str:
+        """Return the grader's short name."""
+        return self.type if self.argument is None else f"{self.type}:{getattr(self, self.argument)}"
+
     def check(self) -> None:
         """Check before a run, quickly, that what the grader needs is there.
 
