@@ -164,7 +164,7 @@ def check_source(
     known = [CheckRow(row.prompt, row.values, _right_answer(source, row.values, answer)) for row in rows]
     models = list(source.model_paths().values())
     tokens: Any = load_tokenizer(tokenizer or models[0]) if models else bytes_tokenizer()
-    built = build_source(source, tokens, make_engine(RunConfig()))
+    built = build_source(source, tokens, make_engine(RunConfig()), leaves_out=True)
     return check_reward(
         source.describe(),
         known,

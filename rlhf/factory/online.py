@@ -197,7 +197,7 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
     """Build the models, sampler and reward of a run, and restore what the checkpoint has of them."""
     models = build_online_models(config, context, tokenizer)
     fast_ways = None if context.engine.splits_weights else models.fast_ways()
-    source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append)
+    source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append, leaves_out=True)
     identify_source(config.reward.source, context)
     sampler = build_sampler(config, models, tokenizer, context.notes.append)
     saved = _load_checkpoint(context, models)

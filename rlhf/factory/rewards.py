@@ -31,6 +31,8 @@ def build_source(
     tokenizer: PreTrainedTokenizerBase,
     engine: Engine,
     warn: Callable[[str], None] = lambda _: None,
+    *,
+    leaves_out: bool = False,
 ) -> RewardSource:
     """Build the reward source that `config` describes.
 
@@ -39,6 +41,7 @@ def build_source(
         tokenizer: the policy's tokenizer, in whose ids the completions are.
         engine: places reward models on devices, and has the process group over which scoring is spread.
         warn: receives a message if a reward model has another vocabulary than the policy.
+        leaves_out: a score may be NaN where no verifier applies; the caller leaves the completion out.
 
     Raises:
         RewardError: a function cannot be imported, or an address is invalid.
@@ -51,6 +54,7 @@ def build_source(
         ranks=engine.ranks,
         warn=warn,
         load_model=partial(_load_model, engine=engine),
+        leaves_out=leaves_out,
     )
     return context.build(config, may_abstain=False)
 

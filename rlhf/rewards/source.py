@@ -56,6 +56,7 @@ class SourceContext:
     warn: Callable[[str], None]  # receives messages for the user
     load_model: Callable[[Any, SourceContext], RewardSource]  # loads what a section of type model names
     may_abstain: bool = False  # whether a score may be NaN, which leaves the completion to the others of an ensemble
+    leaves_out: bool = False  # whether a completion that no verifier applies to may have the score NaN in the run, too
 
     def build(self, source: Source, *, may_abstain: bool) -> RewardSource:
         """Build a source, a member of another one too, so that it scores alike in a run of any number of processes."""

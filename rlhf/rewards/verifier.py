@@ -111,7 +111,7 @@ class VerifierSource(Source):
             UserError: what a grader needs is not there.
         """
         self.check()
-        return VerifierReward(self, context.tokenizer, may_abstain=context.may_abstain)
+        return VerifierReward(self, context.tokenizer, may_abstain=context.may_abstain or context.leaves_out)
 
     @model_validator(mode="before")
     @classmethod
