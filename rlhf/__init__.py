@@ -19,6 +19,7 @@ A run passes through these packages, top to bottom; imports point down only:
     rewards             completions to scores: each source is its section and what scores
     algorithms          one file each: settings, equation, usual ranges, presets
     algo                the mathematics that they share: tensors in, tensors out
+    verifiers           programs that grade one completion by its row, in child processes
 
 `types` has the batches that flow through an online step: Prompts -> Completions -> Rollout -> Experience. Start reading
 there, then in objective.py and training/online.py. `lab` is a small world with a known true reward, `constraints`

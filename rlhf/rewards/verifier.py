@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from annotated_types import Ge, Gt
 from pydantic import model_validator
 
 import rlhf.verifiers as rlhf_verifiers
-from rlhf.errors import RewardError, did_you_mean
+from rlhf.errors import ConfigError, RewardError, did_you_mean
 from rlhf.plugins import as_settings, plugins_in
 from rlhf.rewards.ensemble import combine, normalize_then_sum
 from rlhf.rewards.source import BatchDecoder, Source, SourceContext, checked_scores, decode, quoted
@@ -76,6 +77,8 @@ class VerifierSource(Source):
         Raises:
             UserError: it is not; the message says what to do.
         """
+        if sys.platform == "win32":
+            raise ConfigError("reward.source.type=verifier kills processes as Windows cannot: use Linux or macOS")
         for grader in (self.grader, *self.graders.values()):
             grader.check()
 
@@ -210,7 +213,7 @@ class VerifierReward:
                     f"a row's column {self.source.column!r} names the verifier {name!r}, which is not among "
                     f"reward.source.graders{did_you_mean(str(name), choices)}: add it there with its settings"
                 )
-            self.graders[str(name)] = kind()
+            self.graders[str(name)] = kind.model_validate({"type": name})
             self.graders[str(name)].check()
         return str(name)
 

@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import queue
-import resource
 import signal
 import sys
 import threading
@@ -41,9 +40,7 @@ def main(answers_fd: int) -> None:
     with os.fdopen(answers_fd, "w", encoding="utf-8") as answers:
         setup = messages.get()
         load_plugins({"plugins": setup["plugins"]})
-        if setup["memory_mb"]:
-            resource.setrlimit(resource.RLIMIT_AS, (setup["memory_mb"] * MIB,) * 2)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _limit(setup["memory_mb"])
         graders = Graders()
         while True:
             message = messages.get()
@@ -77,12 +74,21 @@ class Graders:
         started = time.perf_counter()
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
         try:
-            answer = {"grade": checked_grade(self.functions[key](completion, row))}
+            answer: dict[str, Any] = {"grade": checked_grade(self.functions[key](completion, row))}
         except BaseException as error:  # a mistake of the grader, which the parent counts; also sys.exit
             answer = {"error": _last_line(error)}
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         return answer | {"seconds": time.perf_counter() - started}
+
+
+def _limit(memory_mb: int) -> None:
+    """Limit the memory of this process, in MiB (0: do not), and write no dump where it crashes."""
+    import resource
+
+    if memory_mb:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_mb * MIB,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _read(messages: queue.SimpleQueue[Any]) -> None:

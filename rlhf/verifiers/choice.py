@@ -67,8 +67,8 @@ def chosen_letter(text: str, letters: str) -> str | None:
     """
     any_letter = f"[{re.escape(letters)}]"
     for pattern in ANNOUNCED:
-        found = re.findall(pattern.format(letters=any_letter), text, re.IGNORECASE)
-        capitals = [letter for letter in found if letter in letters]
+        every = re.findall(pattern.format(letters=any_letter), text, re.IGNORECASE)
+        capitals = [letter for letter in every if letter in letters]
         if capitals:
             last_line = text.strip().rpartition("\n")[2]
             last = {letter for letter in re.findall(pattern.format(letters=any_letter), last_line) if letter in letters}

@@ -7,14 +7,14 @@ import json
 import re
 from typing import Any, ClassVar, Literal
 
-from rlhf.errors import ConfigError, RewardError, did_you_mean, install_hint
+from rlhf.errors import ConfigError, RewardError, did_you_mean
 from rlhf.verifiers.grader import GradeFunction, Grader, Row
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 class ReasoningGymGrader(Grader):
-    """Grades by a task of reasoning-gym (Stojanovski et al. 2025): what its own `score_answer` says, from 0 to 1.
+    """Grades by a task of reasoning-gym (Stojanovski et al. 2025): what its own scoring says, from 0 to 1.
 
     The rows are those that the task makes: `question`, `answer` and `metadata` (an object, or as JSON text).
     """
@@ -38,7 +38,7 @@ class ReasoningGymGrader(Grader):
             ConfigError: it is not, or it does not.
         """
         if importlib.util.find_spec("reasoning_gym") is None:
-            raise ConfigError(f"reasoning_gym:{self.task} needs the package: {install_hint('reasoning-gym')}")
+            raise ConfigError(f"reasoning_gym:{self.task} needs the package: run `pip install reasoning-gym`")
 
     def start(self) -> GradeFunction:
         """Return the task's scoring.
@@ -68,9 +68,9 @@ class ReasoningGymGrader(Grader):
         return None if answer is None else f"<answer>{answer}</answer>"
 
     def _extract(self, completion: str) -> str | None:
-        found = TAGGED.findall(completion)
-        if found:
-            return str(found[-1]).strip()
+        answers = TAGGED.findall(completion)
+        if answers:
+            return str(answers[-1]).strip()
         lines = completion.strip().splitlines()
         return None if self.tagged or not lines else lines[-1].strip()
 

@@ -96,8 +96,10 @@ class JsonGrader(Grader):
 
 def grade_json(completion: str, shape: Shape) -> dict[str, float]:
     """Return the named rewards of a completion; see JsonGrader."""
-    found, value, only = find_json(completion, lambda value: fits_kind(value, shape))
-    if not found or not (isinstance(value, dict | list) or fits_kind(value, shape)):  # a bare word or number is no try
+    has_json, value, only = find_json(completion, lambda value: fits_kind(value, shape))
+    if not has_json or not (
+        isinstance(value, dict | list) or fits_kind(value, shape)
+    ):  # a bare word or number is no try
         return dict.fromkeys(JsonGrader.default_weights, 0.0)
     keys = has_exact_keys(value, shape)
     right = keys and fits(value, shape)

@@ -170,7 +170,7 @@ def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
         ("algorithm.preset=grpoo", "'grpoo' is not one of"),
         (
             "reward.source.type=modle",
-            "reward.source.type: 'modle' is not one of ensemble, function, model, openai, remote, rules; "
+            "reward.source.type: 'modle' is not one of ensemble, function, model, openai, remote, rules, verifier; "
             "did you mean model?",
         ),
         (

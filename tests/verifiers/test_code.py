@@ -79,8 +79,8 @@ def test_a_program_does_not_get_out(kind: str, name: str, tmp_path: Path, monkey
 def test_a_program_cannot_read_the_secret_of_the_tests() -> None:
     sandbox = box("bubblewrap")
     look = "import sys, gc\nseen = [*gc.get_objects(), sys._getframe(0).f_locals, sys._getframe(1).f_locals]\n"
-    found = f"{look}assert not any('_'.join(['secret', '']) in str(x) for x in seen)\n{RIGHT}"
-    assert sandbox.run(found, make_tests(TESTS, None)) == "passed"  # while it runs, the secret is not there yet
+    program = f"{look}assert not any('_'.join(['secret', '']) in str(x) for x in seen)\n{RIGHT}"
+    assert sandbox.run(program, make_tests(TESTS, None)) == "passed"  # while it runs, the secret is not there yet
     close = "    try:\n        os.close(fd)\n    except OSError:\n        pass\n"
     peek = f"import os\nfor fd in range(3, 64):\n{close}{RIGHT}"
     assert sandbox.run(peek, make_tests(TESTS, None)) == "failed"  # without the way back there is no success

@@ -31,8 +31,8 @@ from rlhf.verifiers.regex import RegexGrader
     ],
 )  # fmt: skip
 def test_which_answers_are_numbers(gold: str, number: float | None) -> None:
-    found = expected_number(gold)
-    assert (None if found is None else float(found)) == number
+    value = expected_number(gold)
+    assert (None if value is None else float(value)) == number
 
 
 def test_math_by_our_own_parser() -> None:
