@@ -110,7 +110,7 @@ class GraderPool:
         return [outcomes[i] for i in range(len(items))]
 
     def close(self) -> None:
-        """End the children."""
+        """Kill the children."""
         self._finalizer()
 
 
