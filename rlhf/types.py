@@ -56,6 +56,7 @@ class Rollout(Completions):
     ref_logprobs: Float[Tensor, "B T"]  # the policy's own when there is no reference: zero KL
     values: Float[Tensor, "B T"]  # V of the state in which token t is chosen; zero when there is no critic
     hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt, which is not in prompt_ids (algorithm.rescue)
+    process_rewards: Float[Tensor, "B T"] | None = None  # of steps, at their last tokens (reward.process); None: off
 
 
 @dataclass(frozen=True, kw_only=True)

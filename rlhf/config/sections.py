@@ -388,6 +388,7 @@ class OnlineConfig(TrainSections):
             shares_backbone=self.critic.shared and self.algorithm.value_loss is not None,
         )
         self.reward.shaping.check_length(self.sampling.max_new_tokens)
+        self.reward.check_process(self.algorithm)
         self.reward.check_gdpo(self.algorithm, reward_parts=self.overlap.reward_parts)
         return self
 

@@ -17,8 +17,10 @@ from rlhf.factory.context import RunContext
 from rlhf.models.folders import member_folders, model_folder
 from rlhf.models.policy_models import keep_in_bfloat16
 from rlhf.models.scalar_head import EnsembleHeadModel
+from rlhf.models.step_model import load_step_model
 from rlhf.rewards.ensemble import EnsembleReward
 from rlhf.rewards.model import ModelSource
+from rlhf.rewards.process import ProcessGrader, ProcessReward
 from rlhf.rewards.source import RewardSource, ShardedReward, Source, SourceContext, sources_in
 from rlhf.runtime.device import fallback_note, usable_dtype
 from rlhf.runtime.engine import Engine
@@ -69,6 +71,38 @@ def identify_source(config: Source, context: RunContext, key: str = "reward.sour
             context.identify_model(f"{place}.{field}", resolve_best(path))
         for field, file in source.code_files().items():
             context.identify(f"{place}.{field}", content_digest(file), may_change=True)
+
+
+def build_process(
+    config: ProcessReward | None, tokenizer: PreTrainedTokenizerBase, engine: Engine, *, warn: Callable[[str], None]
+) -> ProcessGrader | None:
+    """Build what rewards the steps of completions; None without it.
+
+    Raises:
+        RewardError: a function cannot be imported.
+        ModelError: a model cannot be loaded.
+    """
+    if config is None:
+        return None
+    config.check()
+    context = SourceContext(
+        tokenizer=tokenizer,
+        device=engine.device,
+        ranks=engine.ranks,
+        warn=warn,
+        load_model=lambda section, _: load_step_model(section, device=engine.device),
+    )
+    return ProcessGrader(config, config.build(context), tokenizer)
+
+
+def identify_process(config: ProcessReward | None, context: RunContext) -> None:
+    """Record the model or the code that rewards steps, as `identify_source` does."""
+    if config is None:
+        return
+    for field, path in config.model_paths().items():
+        context.identify_model(f"reward.process.{field}", path)
+    for field, file in config.code_files().items():
+        context.identify(f"reward.process.{field}", content_digest(file), may_change=True)
 
 
 def build_watch(
