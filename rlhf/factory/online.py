@@ -254,7 +254,7 @@ def _assemble(
         passes=adaptive_micro_batch(config.batch, session, times=times, what="a forward pass"),
         decode=make_decode(tokenizer),
         export=export_model,
-        process=build_process(config.reward.process, tokenizer, engine, warn=session.recorder.note),
+        process=build_process(config.reward.process, tokenizer, engine),
         watch=build_watch(config.reward.watch, tokenizer, engine, seed=config.run.seed, warn=session.recorder.note),
     )
 

@@ -74,7 +74,7 @@ def identify_source(config: Source, context: RunContext, key: str = "reward.sour
 
 
 def build_process(
-    config: ProcessReward | None, tokenizer: PreTrainedTokenizerBase, engine: Engine, *, warn: Callable[[str], None]
+    config: ProcessReward | None, tokenizer: PreTrainedTokenizerBase, engine: Engine
 ) -> ProcessGrader | None:
     """Build what rewards the steps of completions; None without it.
 
@@ -85,14 +85,8 @@ def build_process(
     if config is None:
         return None
     config.check()
-    context = SourceContext(
-        tokenizer=tokenizer,
-        device=engine.device,
-        ranks=engine.ranks,
-        warn=warn,
-        load_model=lambda section, _: load_step_model(section, device=engine.device),
-    )
-    return ProcessGrader(config, config.build(context), tokenizer)
+    grade = config.build(lambda section: load_step_model(section, device=engine.device))
+    return ProcessGrader(config, grade, tokenizer)
 
 
 def identify_process(config: ProcessReward | None, context: RunContext) -> None:

@@ -17,7 +17,7 @@ from annotated_types import Ge
 from pydantic import Field
 
 from rlhf.errors import RewardError
-from rlhf.rewards.source import SourceContext, quoted, unpadded_ids
+from rlhf.rewards.source import quoted, unpadded_ids
 from rlhf.section import Choice
 from rlhf.user_code import UserCode, load_function
 
@@ -41,8 +41,8 @@ class ProcessReward(Choice):
     """Factor of the rewards."""
 
     @abstractmethod
-    def build(self, context: SourceContext) -> GradeSteps:
-        """Return what grades the steps of a completion.
+    def build(self, load_model: Callable[[Any], GradeSteps]) -> GradeSteps:
+        """Return what grades the steps of a completion; `load_model` loads the model that a section names.
 
         Raises:
             UserError: it cannot be built; the message says why.
@@ -84,7 +84,7 @@ class FunctionProcess(ProcessReward):
         file = Path(self.target.rpartition(":")[0])
         return {"target": file} if file.suffix == ".py" and file.is_file() else {}
 
-    def build(self, context: SourceContext) -> GradeSteps:
+    def build(self, load_model: Callable[[Any], GradeSteps]) -> GradeSteps:
         """Return the function.
 
         Raises:
@@ -119,14 +119,13 @@ class ModelProcess(ProcessReward):
         """Return the path, by its field."""
         return {"path": self.path}
 
-    def build(self, context: SourceContext) -> GradeSteps:
+    def build(self, load_model: Callable[[Any], GradeSteps]) -> GradeSteps:
         """Return the loaded model.
 
         Raises:
             ModelError: it cannot be loaded.
         """
-        grade: GradeSteps = context.load_model(self, context)  # type: ignore[assignment]
-        return grade
+        return load_model(self)
 
 
 class ProcessGrader:
