@@ -37,8 +37,8 @@ class CodeGrader(Grader):
     solution: str = "solution"
     """The column with a right program, which reward-check runs."""
     sandbox: Literal["auto", "monty", "bubblewrap"] = "auto"
-    """auto: monty, and bubblewrap for what monty lacks. In monty alone, a program that it cannot run earns 0
-    (part/unsupported/mean)."""
+    """auto: monty, and bubblewrap for what monty lacks or takes too long for. In monty alone, a program that it cannot
+    run earns 0 (part/unsupported/mean)."""
     run_s: Annotated[float, Gt(0)] = 2.0
     """Maximum seconds of a program in either sandbox; keep twice that below reward.source.timeout_s."""
     run_memory_mb: Annotated[int, Ge(64)] = 512
@@ -71,7 +71,7 @@ class CodeGrader(Grader):
             state: State = "unsupported"
             for box in boxes:
                 state = box.run(program, made)
-                if state != "unsupported":
+                if state not in ("unsupported", "timeout"):  # monty is slower than CPython
                     break
             return {
                 "code": float(state == "passed"),

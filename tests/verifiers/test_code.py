@@ -114,6 +114,24 @@ def test_what_monty_lacks_goes_to_bubblewrap_or_is_counted() -> None:
     assert validate(CodeGrader, {"type": "code"}).start()(program, row) == {"code": 1, "timed_out": 0, "unsupported": 0}
 
 
+class Slow:
+    """A sandbox in which everything takes too long."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+
+    def run(self, program: str, tests: Any) -> str:
+        return "timeout"
+
+
+def test_what_monty_is_too_slow_for_goes_to_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    bubblewrap_or_skip()
+    monkeypatch.setattr(code, "has_monty", lambda: True)
+    monkeypatch.setattr(code, "MontySandbox", Slow)
+    grade = validate(CodeGrader, {"type": "code"}).start()
+    assert grade(RIGHT, {"tests": TESTS}) == {"code": 1, "timed_out": 0, "unsupported": 0}
+
+
 def test_without_a_sandbox_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "has_monty", lambda: False)
     monkeypatch.setattr(code, "why_no_bubblewrap", lambda: "there is no program bwrap")
