@@ -165,7 +165,7 @@ def measure(pool: GraderPool) -> int:
 @pytest.mark.slow
 def test_ten_thousand_programs_leak_nothing() -> None:
     pytest.importorskip("pydantic_monty")
-    pool = GraderPool({"": {"type": "code", "sandbox": "monty"}}, timeout_s=5, workers=2)
+    pool = GraderPool({"": {"type": "code", "sandbox": "monty"}}, timeout_s=5.0, workers=2)
     items = [("", RIGHT, {"tests": ["assert f(1) == 2"]})] * 1000
     pool.grade(items)
     before, memory = len(descendants()), measure(pool)
