@@ -22,6 +22,7 @@ A run passes through these packages, top to bottom; imports point down only:
     rewards             completions to scores: each source is its section and what scores
     algorithms          one file each: settings, equation, usual ranges, presets
     algo                the mathematics that they share: tensors in, tensors out
+    verifiers           programs that grade one completion by its row, in child processes
 
 `types` has the batches that flow through an online step: Prompts -> Completions -> Rollout -> Experience. Start reading
 there, then in objective.py and training/online.py. `lab` is a small world with a known true reward, `constraints`
@@ -42,6 +43,7 @@ __version__ = "0.1.0"  # as in pyproject.toml
 
 if TYPE_CHECKING:
     from rlhf.api.planning import plan
+    from rlhf.api.reward_checking import reward_check
     from rlhf.api.runs import CompareResult, RunResult, compare, evaluate, reward_model, sample, sft, train
     from rlhf.exact.check import CheckResult, Finding, check
 
@@ -54,11 +56,19 @@ __all__ = [
     "compare",
     "evaluate",
     "plan",
+    "reward_check",
     "reward_model",
     "sample",
     "sft",
     "train",
 ]
+
+OWNERS = {
+    **dict.fromkeys(("CheckResult", "Finding", "check"), "rlhf.exact.check"),
+    "plan": "rlhf.api.planning",
+    "reward_check": "rlhf.api.reward_checking",
+}
+"""Modules that define what this package exports, where it is not rlhf.api.runs."""
 
 
 def __dir__() -> list[str]:
@@ -70,5 +80,4 @@ def __getattr__(name: str) -> Any:
     """Import what defines a name when it is first used: it needs torch, which `rlhf --help` and a mistake do not."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    owners = dict.fromkeys(("CheckResult", "Finding", "check"), "rlhf.exact.check") | {"plan": "rlhf.api.planning"}
-    return getattr(importlib.import_module(owners.get(name, "rlhf.api.runs")), name)
+    return getattr(importlib.import_module(OWNERS.get(name, "rlhf.api.runs")), name)

@@ -38,6 +38,7 @@ rlhf serve-reward runs/reward_model --port 8000   for reward.source.type=remote
 rlhf config configs/ppo.yaml policy.lr=1e-6
 rlhf lint   configs/ppo.yaml batch.epochs=20      unsafe settings, each with its reason, its source and the fix
 rlhf plan   configs/ppo.yaml --memory 24GB        its memory and time, before anything is loaded
+rlhf reward-check math --dataset prompts.jsonl    does a reward pay for right answers only? before a run
 rlhf launch --slurm configs/ppo.yaml --nodes 2 --gpus 8      print the job script; also --torchrun, --skypilot
 
 Completion in bash: eval "$(register-python-argcomplete rlhf)" (in zsh after autoload -U bashcompinit; bashcompinit)
@@ -51,12 +52,13 @@ TARGETS = {
     "run": "a run folder or a model; RUN@best is the best checkpoint that a run has kept",
     "run-folder": "a run folder; RUN@best is the best checkpoint that the run has kept",
     "folder": "the folder of a run or of a comparison",
+    "reward": "a verifier (math, json, my_file.py:grade), a reward function or model, or a configuration (YAML)",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code: 0 when done (or interrupted and saved), 1 if a part of a comparison
-    failed, 2 for a user error."""
+    failed or a reward pays for worthless answers, 2 for a user error."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments and "_ARGCOMPLETE" not in os.environ:
         _parser().print_help()
@@ -313,6 +315,8 @@ def _parser() -> argparse.ArgumentParser:
     teach.add_argument("overrides", **overrides)  # type: ignore[arg-type]
     teach.add_argument("--out", type=Path, required=True, metavar="file", help="the file to write, OUT.safetensors")
     teach.add_argument("--top-k", type=int, default=64, help="likeliest tokens to keep at each token (default: 64)")
+    what = "score right and worthless answers, to find what a policy would exploit"
+    _add_reward_check(verb("reward-check", what, "reward"))
     serve = verb("serve-reward", "serve a trained reward model over HTTP, for reward.source.type=remote", "run")
     serve.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
@@ -352,6 +356,22 @@ def _add_plan(plan: argparse.ArgumentParser, overrides: dict[str, Any]) -> None:
     plan.add_argument("--completion-tokens", type=int, metavar="N", help="tokens of a completion (default: as above)")
     plan.add_argument("--probe", action="store_true", help="run three steps, and measure peak and seconds")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON; sizes are bytes")
+
+
+def _add_reward_check(check: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlhf reward-check`."""
+    check.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        default=[],
+        help="settings of the source, e.g. answer=solution; of a configuration, settings of the run",
+    )
+    columns = "prompts, with the columns that the reward reads"
+    check.add_argument("--dataset", metavar="path", required=True, help=columns)
+    check.add_argument("--answer", metavar="column", help="right answers, as a model should write them")
+    check.add_argument("--limit", type=int, default=200, help="use only the first so many rows (default: 200)")
+    check.add_argument("--best", type=float, metavar="score", help="what a right answer has to earn (a verifier's: 1)")
 
 
 def _add_launch(launch: argparse.ArgumentParser, overrides: dict[str, Any]) -> None:
@@ -497,6 +517,15 @@ def _plan(parsed: argparse.Namespace, console: Console) -> int:
     return run_plan(parsed.target, parsed.overrides, options, console, as_json=parsed.json)
 
 
+def _reward_check(parsed: argparse.Namespace, console: Console) -> int:
+    from rlhf.api.reward_checking import reward_check_from_command_line
+
+    options = {name: getattr(parsed, name) for name in ("answer", "limit", "best")}
+    result = reward_check_from_command_line(parsed.target, parsed.dataset, parsed.overrides, **options)
+    console.print(Text(str(result)), soft_wrap=True)
+    return 0 if result.ok else 1
+
+
 def _launch(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.commands.launch import LaunchOptions, launch_script
 
@@ -640,6 +669,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Console], int | None]] = {
     "config": _config,
     "lint": _lint,
     "plan": _plan,
+    "reward-check": _reward_check,
     "launch": _launch,
     "eval": _eval,
     "report": _report,

@@ -26,6 +26,8 @@ def compute_advantages(
     mask = rollout.action_mask
     penalty = _reward_penalty(rollout, algorithm, coefs)
     rewards = token_rewards(rollout.scores, penalty, mask, rollout.episode_rewards)
+    if rollout.process_rewards is not None:
+        rewards = rewards + torch.where(mask, rollout.process_rewards, 0.0)
     advantages, returns = algorithm.advantage.compute(rollout, rewards)
     if ratio_cap is not None:
         advantages = advantages * truncated_importance(rollout.logprobs, rollout.sampler_logprobs, mask, cap=ratio_cap)

@@ -116,6 +116,7 @@ class Rollout(Completions):
     values: Float[Tensor, "B T"]  # V of the state in which token t is chosen; zero when there is no critic
     hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt, which is not in prompt_ids (algorithm.rescue)
     final_values: Float[Tensor, " B"] | None = None  # V after the last action; 0 where all ended. None: 0 for all
+    process_rewards: Float[Tensor, "B T"] | None = None  # of steps, at their last tokens (reward.process); None: off
 
 
 @dataclass(frozen=True, kw_only=True)

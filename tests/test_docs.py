@@ -211,6 +211,8 @@ USERS_FILES = {
     "my_functions.py",
     "my_losses.py",
     "my_parts.py",
+    "my_grader.py",
+    "my_steps.py",
 }  # which the pages tell to write
 TEST_NAME = re.compile(r"(?:::)?(test_\w+)(?:\[[\w-]+\])?")
 ALL_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
@@ -475,7 +477,7 @@ def test_a_hint_names_an_extra_of_this_project_and_what_installs_it() -> None:
         path.read_text(encoding="utf-8") for name in ("rlhf", "reward_model") for path in (ROOT / name).rglob("*.py")
     ]
     named = {extra for source in sources for extra in re.findall(r"install_hint\(['\"]([\w-]+)['\"]\)", source)}
-    extra = {"deepspeed", "serve", "track", "mlflow", "eightbit", "gguf", "lm-eval", "ifeval", "detox"}
+    extra = {"deepspeed", "serve", "track", "mlflow", "eightbit", "gguf", "lm-eval", "ifeval", "detox", "math", "code"}
     assert named == extra <= set(extras)
 
 

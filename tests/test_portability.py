@@ -44,6 +44,12 @@ WITH_A_FALLBACK = {
     ("function.py", "signal.setitimer"),
     ("function.py", "signal.ITIMER_REAL"),
     ("memory.py", "import resource"),
+    *(  # a verifier refuses to start on Windows
+        ("child.py", name)
+        for name in ("os.killpg", "signal.SIGKILL", "signal.SIGALRM", "signal.setitimer", "signal.ITIMER_REAL")
+    ),
+    ("child.py", "import resource"),
+    *(("pool.py", name) for name in ("os.killpg", "signal.SIGKILL", "signal.SIGALRM")),
 }
 LINUX_ONLY = {"rlhf.runtime.deepspeed"}  # imported only where sharding asks for DeepSpeed
 OF_AN_EXTRA = {"rlhf.suites.lm_eval", "reward_model.server", "rlhf.factory.reward_service"}

@@ -155,6 +155,17 @@ def _subtract_baseline(groups: Float[Tensor, "N G"], baseline: Float[Tensor, "N 
     return torch.where((groups == groups[:, :1]).all(dim=1, keepdim=True), 0.0, groups - baseline)
 
 
+def fill_missing(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
+    """Replace NaN by the mean of the other scores of its group, so that it does not move the mean.
+
+    The baseline of the others is then that without it, and its own advantage over the mean is 0. A group without any
+    score stays NaN.
+    """
+    groups = scores.view(-1, group_size)
+    means = groups.nanmean(dim=1, keepdim=True)
+    return torch.where(groups.isnan(), means, groups).flatten()
+
+
 def uniform_groups(scores: Float[Tensor, " B"], group_size: int) -> Bool[Tensor, " B"]:
     """Flag the rows of groups whose scores are all equal: nothing to learn (DAPO, Yu et al. 2025, sec. 3.2)."""
     groups = scores.view(-1, group_size)

@@ -2,6 +2,7 @@
 
     runs.py         sft, train, reward_model, compare: a run, and what it returns; evaluate and sample: what is trained
     inputs.py       Python objects to configuration: written into the run folder where they are not files
+    reward_checking.py    right and worthless answers, scored by any reward
     training.py, comparing.py, lab.py    run what a configuration describes: a training run, a comparison, the lab
     checks.py       options, checked without importing torch
     (rlhf.exact.check: whether a loss or an advantage of your own is right)

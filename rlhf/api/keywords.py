@@ -118,6 +118,7 @@ class RewardKeys(TypedDict, total=False):
 
     source: Any
     shaping: ShapingKeys
+    process: Any
     watch: Any
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from rlhf.algorithms.online import Online
 from rlhf.config.data import Count, Size
 from rlhf.rewards.chat import ChatConfig
+from rlhf.rewards.process import ProcessReward
 from rlhf.rewards.shaping import ShapingConfig
 from rlhf.rewards.source import Source
 from rlhf.section import NonNegative, OneOf, Section
@@ -33,11 +34,27 @@ class RewardConfig(Section):
     """The source of scores and their shaping."""
 
     source: Annotated[Source, OneOf()]
-    """function, model, remote, openai, ensemble or rules."""
+    """function, verifier, model, remote, openai, ensemble or rules."""
     shaping: ShapingConfig = ShapingConfig()
     """Clipping, and penalties for a missing EOS and for overlong completions."""
+    process: Annotated[ProcessReward, OneOf()] | None = None
+    """Rewards of the steps of a completion, besides its score (online; docs/verifiers.md): function or model."""
     watch: WatchConfig | None = None
     """A second judge for monitoring: metrics watch/score, watch/gap, watch/correlation (online)."""
+
+    def check_process(self, algorithm: Online) -> None:
+        """Check that rewards of steps meet an algorithm that reads the rewards of tokens.
+
+        Raises:
+            ValueError: it compares the scores of whole completions.
+        """
+        if self.process is None:
+            return
+        if algorithm.advantage.makes_pairs or algorithm.advantage.chooses_rows or algorithm.drop_uniform_groups:
+            raise ValueError(
+                "reward.process rewards steps, and this algorithm chooses completions by their scores alone: use "
+                "algorithm.preset=ppo, or one without drop_uniform_groups"
+            )
 
     def check_gdpo(self, algorithm: Online, *, reward_parts: int) -> None:
         """Check that scores standardized within their groups meet an algorithm that takes them as they are.

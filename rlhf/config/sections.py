@@ -495,6 +495,7 @@ class OnlineConfig(TrainSections):
                 "algorithm.preset=distill_sft, or teacher.type=model or server"
             )
         self.reward.shaping.check_length(self.sampling.max_new_tokens)
+        self.reward.check_process(self.algorithm)
         self.reward.check_gdpo(self.algorithm, reward_parts=self.overlap.reward_parts)
         self._check_episodes()
         return self
@@ -524,6 +525,7 @@ class OnlineConfig(TrainSections):
                 algorithm.advantage.needs_greedy,
                 "the greedy episode would meet another instance of the task; use rloo, grpo or ppo",
             ),
+            "reward.process": (self.reward.process is not None, "give the reward of each turn in step"),
             "algorithm.rescue": (algorithm.rescue is not None, "give the hint as the first observation"),
             "overlap.ahead": (self.overlap.ahead, "set overlap.ahead=false"),
             "overlap.reward_parts": (self.overlap.reward_parts > 1, "set overlap.reward_parts=1"),

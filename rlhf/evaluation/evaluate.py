@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from math import exp, inf
@@ -19,9 +19,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlhf.algo.advantages import fill_missing
 from rlhf.algo.kl import kl_estimate
 from rlhf.algo.masked import Mean, read_means
 from rlhf.batching import Batch, concat, extend
+from rlhf.errors import NonFiniteScores
 from rlhf.models.policy_models import Models
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
@@ -78,18 +80,32 @@ def evaluate_policy(
     )
     with models.engine.whole(models.policy, models.dtype):
         completions = concat([sampler.sample(batch, key=key, group_size=1) for batch in prompts])
-    scores = judge(completions)
+    scores = filled(judge(completions))
     rollout, exact_kl = _score_rollout(completions, scores, models, passes)
     metrics = _rollout_metrics(rollout)
     if models.has_reference:
         metrics |= _reference_metrics(rollout, exact_kl)
     if proxy is not None:
-        metrics["eval/proxy"] = float(proxy(completions).values.double().mean())
+        metrics["eval/proxy"] = float(filled(proxy(completions)).values.double().mean())
     if greedy:
         with models.engine.whole(models.policy, models.dtype):
             most_likely = concat([sampler.sample(batch, key=key, group_size=1, greedy=True) for batch in prompts])
-        metrics["eval/score_greedy"] = float(judge(most_likely).values.double().mean())
+        metrics["eval/score_greedy"] = float(filled(judge(most_likely)).values.double().mean())
     return PolicyEvaluation(metrics, rollout, scores, exact_kl)
+
+
+def filled(scores: Scores) -> Scores:
+    """Give a completion that no verifier applies to the mean of the others, so that it does not move the mean.
+
+    Raises:
+        NonFiniteScores: no completion has a score.
+    """
+    if not scores.values.isnan().any():
+        return scores
+    values = fill_missing(scores.values, len(scores.values))
+    if values.isnan().any():
+        raise NonFiniteScores("no verifier applies to any held-out completion: see the columns that it reads")
+    return replace(scores, values=values)
 
 
 def _score_rollout(

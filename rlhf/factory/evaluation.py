@@ -218,7 +218,7 @@ def evaluate_model(
         list(held_out.batches(config.sampling.batch_size)),
         build_sampler(config, models, tokenizer),
         models,
-        build_source(source, tokenizer, engine) if source is not None else _zero_scores,
+        build_source(source, tokenizer, engine, leaves_out=True) if source is not None else _zero_scores,
         proxy=None,
         key=derive_seed(config.run.seed, "eval"),
         greedy=config.eval.greedy and source is not None,

@@ -31,7 +31,7 @@ def build_evaluator(
     """Build the evaluator, with a judge of its own if eval.source is set; else the training reward `source` judges."""
     judge, proxy = source, None
     if config.eval.source is not None:
-        judge, proxy = build_source(config.eval.source, tokenizer, context.engine), source
+        judge, proxy = build_source(config.eval.source, tokenizer, context.engine, leaves_out=True), source
     batches, decode = _held_out_prompts(config, context, tokenizer, models), make_decode(tokenizer)
     return PromptEvaluator(config, batches, models, sampler, judge=judge, proxy=proxy, decode=decode)
 
@@ -48,7 +48,7 @@ def build_offline_evaluation(
     prompts = None
     if config.held_out_source is not None:
         sampling_models = replace(models, temperature=config.sampling.temperature)
-        judge = build_source(config.held_out_source, tokenizer, models.engine)
+        judge = build_source(config.held_out_source, tokenizer, models.engine, leaves_out=True)
         sampler = build_sampler(config, sampling_models, tokenizer)
         batches, decode = _held_out_prompts(config, context, tokenizer, sampling_models), make_decode(tokenizer)
         prompts = PromptEvaluator(config, batches, sampling_models, sampler, judge=judge, proxy=None, decode=decode)

@@ -26,7 +26,7 @@ from rlhf.factory.evaluator import build_evaluator
 from rlhf.factory.exported import rounded_inputs
 from rlhf.factory.functions import check_functions
 from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
-from rlhf.factory.rewards import build_source, build_watch, identify_source
+from rlhf.factory.rewards import build_process, build_source, build_watch, identify_process, identify_source
 from rlhf.factory.sampler import build_sampler, slow_lengths_reason
 from rlhf.models.backbone import CausalLM, context_length, freeze
 from rlhf.models.export import Origin
@@ -201,10 +201,11 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
     """Build the models, sampler and reward of a run, and restore what the checkpoint has of them."""
     models = build_online_models(config, context, tokenizer)
     fast_ways = None if context.engine.splits_weights else models.fast_ways()
-    source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append)
+    source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append, leaves_out=True)
     identify_source(config.reward.source, context)
     if config.environment is not None and config.environment.code_file is not None:
         context.identify("environment.target", content_digest(config.environment.code_file), may_change=True)
+    identify_process(config.reward.process, context)
     sampler = build_sampler(config, models, tokenizer, context.notes.append)
     saved = _load_checkpoint(context, models)
     trained = _build_trained(config, models, context)
@@ -261,6 +262,7 @@ def _assemble(
         passes=adaptive_micro_batch(config.batch, session, times=times, what="a forward pass"),
         decode=make_decode(tokenizer),
         export=export_model,
+        process=build_process(config.reward.process, tokenizer, engine),
         watch=build_watch(config.reward.watch, tokenizer, engine, seed=config.run.seed, warn=session.recorder.note),
     )
 

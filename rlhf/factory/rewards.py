@@ -17,8 +17,10 @@ from rlhf.factory.context import RunContext
 from rlhf.models.folders import member_folders, model_folder
 from rlhf.models.policy_models import keep_in_bfloat16
 from rlhf.models.scalar_head import EnsembleHeadModel
+from rlhf.models.step_model import load_step_model
 from rlhf.rewards.ensemble import EnsembleReward
 from rlhf.rewards.model import ModelSource
+from rlhf.rewards.process import ProcessGrader, ProcessReward
 from rlhf.rewards.source import RewardSource, ShardedReward, Source, SourceContext, sources_in
 from rlhf.runtime.device import fallback_note, usable_dtype
 from rlhf.runtime.engine import Engine
@@ -31,6 +33,8 @@ def build_source(
     tokenizer: PreTrainedTokenizerBase,
     engine: Engine,
     warn: Callable[[str], None] = lambda _: None,
+    *,
+    leaves_out: bool = False,
 ) -> RewardSource:
     """Build the reward source that `config` describes.
 
@@ -39,6 +43,7 @@ def build_source(
         tokenizer: the policy's tokenizer, in whose ids the completions are.
         engine: places reward models on devices, and has the process group over which scoring is spread.
         warn: receives a message if a reward model has another vocabulary than the policy.
+        leaves_out: a score may be NaN where no verifier applies; the caller leaves the completion out.
 
     Raises:
         RewardError: a function cannot be imported, or an address is invalid.
@@ -51,6 +56,7 @@ def build_source(
         ranks=engine.ranks,
         warn=warn,
         load_model=partial(_load_model, engine=engine),
+        leaves_out=leaves_out,
     )
     return context.build(config, may_abstain=False)
 
@@ -65,6 +71,32 @@ def identify_source(config: Source, context: RunContext, key: str = "reward.sour
             context.identify_model(f"{place}.{field}", resolve_best(path))
         for field, file in source.code_files().items():
             context.identify(f"{place}.{field}", content_digest(file), may_change=True)
+
+
+def build_process(
+    config: ProcessReward | None, tokenizer: PreTrainedTokenizerBase, engine: Engine
+) -> ProcessGrader | None:
+    """Build what rewards the steps of completions; None without it.
+
+    Raises:
+        RewardError: a function cannot be imported.
+        ModelError: a model cannot be loaded.
+    """
+    if config is None:
+        return None
+    config.check()
+    grade = config.build(lambda section: load_step_model(section, device=engine.device))
+    return ProcessGrader(config, grade, tokenizer)
+
+
+def identify_process(config: ProcessReward | None, context: RunContext) -> None:
+    """Record the model or the code that rewards steps, as `identify_source` does."""
+    if config is None:
+        return
+    for field, path in config.model_paths().items():
+        context.identify_model(f"reward.process.{field}", path)
+    for field, file in config.code_files().items():
+        context.identify(f"reward.process.{field}", content_digest(file), may_change=True)
 
 
 def build_watch(

@@ -64,7 +64,7 @@ class ShapedReward:
         values, shaping_parts = scores.values, {"raw": scores.values, **penalties}
         if self.config.clip is not None:
             values = values.clamp(-self.config.clip, self.config.clip)
-            shaping_parts["clipped"] = (values != scores.values).to(values)
+            shaping_parts["clipped"] = ((values != scores.values) & ~values.isnan()).to(values)
         clash = sorted(shaping_parts.keys() & scores.parts.keys())
         if clash:
             raise RewardError(f"the reward names a part {clash[0]!r}, which shaping keeps for itself; rename it")

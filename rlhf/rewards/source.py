@@ -56,6 +56,7 @@ class SourceContext:
     warn: Callable[[str], None]  # receives messages for the user
     load_model: Callable[[Any, SourceContext], RewardSource]  # loads what a section of type model names
     may_abstain: bool = False  # whether a score may be NaN, which leaves the completion to the others of an ensemble
+    leaves_out: bool = False  # whether a completion that no verifier applies to may have the score NaN in the run, too
 
     def build(self, source: Source, *, may_abstain: bool) -> RewardSource:
         """Build a source, a member of another one too, so that it scores alike in a run of any number of processes."""
@@ -115,6 +116,19 @@ class Source(Choice):
     def describe(self) -> str:
         """Return the source in a few words, for a report."""
         return self.type
+
+    @property
+    def best_score(self) -> float | None:
+        """Return the score of a right answer, for `rlhf reward-check`; None if it is not known."""
+        return None
+
+    def reference(self, row: Mapping[str, Any]) -> str | None:
+        """Return a completion that earns the best score of a row, for `rlhf reward-check`; None if none is known."""
+        return None
+
+    def for_check(self) -> Source:
+        """Return the source as `rlhf reward-check` builds it."""
+        return self
 
 
 def sources_in(section: Section, key: str = "") -> Iterator[tuple[str, Source]]:

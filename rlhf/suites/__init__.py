@@ -5,7 +5,6 @@
 - `suite`: what all of them have, and how they are found by name. `subject`: the model under evaluation.
 - `metrics`: accuracy, exact match, win rate, pass@k and distinct n-grams, computed by the `evaluate` library.
 - `questions`: read rows, sample answers, and their figures with confidence intervals.
-- `numeric_answers`: the number that a solution ends in.
 
 To import the package defines its suites; it exports nothing: import from its modules.
 """

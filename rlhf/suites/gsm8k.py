@@ -16,7 +16,6 @@ from rlhf.data.conversation import describe_value, some_text
 from rlhf.data.rows import BadRow
 from rlhf.errors import ConfigError
 from rlhf.suites.metrics import compute
-from rlhf.suites.numeric_answers import expected_answer
 from rlhf.suites.questions import (
     MAX_NEW_TOKENS_KEY,
     Estimate,
@@ -30,6 +29,7 @@ from rlhf.suites.questions import (
     too_long,
 )
 from rlhf.suites.suite import EvalRows, Suite, SuiteContext, SuiteSamplingConfig, fill, require_question
+from rlhf.verifiers.numeric_answers import expected_answer
 
 if TYPE_CHECKING:
     from rlhf.data.tokenizer import Rendered

@@ -93,6 +93,18 @@ part/*/mean           | score    | mean of a part of the score (ensemble source 
     chart/score: 6 Parts of the score
 part/*/std            | score    | its standard deviation
 part/*/applicable     | share    | completions that the part applies to: neither None nor NaN
+process/reward        | score    | mean over completions of the rewards of their steps (reward.process), summed
+    chart/score: 13 Rewards of steps
+process/steps         | count    | mean number of steps with a reward that is not 0
+    chart/score: 14 Steps of a completion
+verifier/timeout      | share    | completions whose grading took longer than reward.source.timeout_s
+    better: lower; chart/score: 11 Gradings that failed or do not apply
+verifier/error        | share    | completions whose grading failed
+    better: lower; chart/score: 11
+verifier/none         | share    | completions that no verifier applies to
+    chart/score: 11
+verifier/seconds_p95  | s        | 5 % of the gradings took longer
+    chart/score: 12 Seconds of a grading
 watch/score           | score    | mean score of reward.watch, a judge that is not trained on
     chart/score: 7 The watching judge
 watch/gap             | score    | mean training score before shaping, less the watching judge's on the same completions

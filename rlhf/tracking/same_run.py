@@ -67,7 +67,10 @@ MAY_CHANGE = (
     *(
         f"{source}.*{setting}"
         for source in ("reward", "eval.source")
-        for setting in ("micro_batch_size", "dtype", "timeout_s", "retries", "_env", "concurrency", "cache_dir")
+        for setting in (
+            *("micro_batch_size", "dtype", "timeout_s", "retries", "_env", "concurrency", "cache_dir"),
+            *("workers", "memory_mb", "max_failures"),
+        )
     ),
 )
 """The settings that a run may be continued with another value of, as patterns of dotted keys. Every other setting

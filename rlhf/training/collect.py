@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rlhf.algo.advantages import uniform_groups
+from rlhf.algo.advantages import fill_missing, uniform_groups
 from rlhf.algo.masked import Mean
 from rlhf.algo.selection import failed_groups
 from rlhf.algorithms.online import Online
@@ -19,13 +19,14 @@ from rlhf.algorithms.rescue import Rescue
 from rlhf.batching import concat, extend
 from rlhf.config.sections import OnlineConfig
 from rlhf.errors import NonFiniteScores, RewardError
+from rlhf.rewards.verifier import GRADING
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import repeat_rows
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.finish import counts
 from rlhf.training.online_run import OnlineRun
 from rlhf.training.overlap import sample_and_score_in_parts
-from rlhf.training.rollout import Collected, live_tokens
+from rlhf.training.rollout import Collected, concat_scores, grading_metrics, live_tokens
 from rlhf.types import Completions, Prompts, Scores
 
 
@@ -47,6 +48,7 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
             group_size=size,
             hinted=no_hints if run.queue is None else run.queue.hinted,
         )
+        collected = leave_out_unscored(collected)
     except NonFiniteScores as error:
         run.session.skip_step(error)
         run.session.state.completions += len(run.prompts(step)) * size
@@ -190,6 +192,35 @@ def collect(
     )
 
 
+def leave_out_unscored(collected: Collected) -> Collected:
+    """Leave out what no verifier applies to, whose score is NaN.
+
+    A prompt without any score is left out of the step. A completion whose group has scores gets their mean: it moves
+    no baseline, and has no advantage over it.
+
+    Raises:
+        NonFiniteScores: no completion of the step has a score.
+    """
+    scores, size = collected.scores, collected.completions.group_size
+    if not scores.values.isnan().any():
+        return collected
+    values = fill_missing(scores.values, size)
+    kept = (~values.isnan()).nonzero().flatten()
+    if len(kept) == 0:
+        raise NonFiniteScores("no verifier applies to any completion of the step: see the columns that it reads")
+    collected.metrics.merge(grading_metrics(scores.parts))  # of the prompts that are left out, too
+    parts = {name: part for name, part in scores.parts.items() if not name.startswith(GRADING)}
+    completions, filled = _select_rows((collected.completions, Scores(values=values, parts=parts)), kept)
+    return replace(
+        collected,
+        completions=completions,
+        scores=filled,
+        baselines=collected.baselines[kept],
+        hinted=collected.hinted[kept],
+        extra=collected.extra + len(values) - len(kept),
+    )
+
+
 Batch = tuple[Completions, Scores]
 
 
@@ -319,13 +350,8 @@ def _refill_uniform_groups(
 
 
 def _concat_batches(batches: Sequence[Batch]) -> Batch:
-    """Concatenate the rows of the batches; of the scores' parts, those that all of them have."""
-    all_scores = [batch[1] for batch in batches]
-    names = [name for name in all_scores[0].parts if all(name in scores.parts for scores in all_scores)]
-    return concat([batch[0] for batch in batches]), Scores(
-        values=torch.cat([scores.values for scores in all_scores]),
-        parts={name: torch.cat([scores.parts[name] for scores in all_scores]) for name in names},
-    )
+    """Concatenate the rows of the batches."""
+    return concat([batch[0] for batch in batches]), concat_scores([batch[1] for batch in batches])
 
 
 def _select_rows(batch: Batch, index: Tensor) -> Batch:

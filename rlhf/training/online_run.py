@@ -16,6 +16,7 @@ from rlhf.algorithms.sft import Sft
 from rlhf.config.sections import OnlineConfig
 from rlhf.models.policy_models import Ema, Models
 from rlhf.objective import Objective
+from rlhf.rewards.process import ProcessGrader
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.engine import TrainableModel, lr_factor
 from rlhf.runtime.memory import AdaptiveMicroBatch
@@ -56,6 +57,7 @@ class OnlineRun:
     decode: Callable[[Sequence[int]], str]  # token ids to text, for samples.jsonl
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
     episodes: EpisodeSampler | None = None  # the sampler, where an environment answers the policy
+    process: ProcessGrader | None = None  # rewards of steps, besides the scores (reward.process)
     watch: WatchingJudge | None = None  # looks at the scored completions; nothing is trained on its scores
 
     @property

@@ -12,6 +12,7 @@ import torch
 from rlhf.batching import concat
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.device import SideStream
+from rlhf.training.rollout import concat_scores
 from rlhf.training.session import TrainState
 from rlhf.types import Completions, Prompts, Scores
 
@@ -38,10 +39,7 @@ def sample_and_score_in_parts(
             pool.shutdown(cancel_futures=True)
             raise
     merged = concat([completions for completions, _ in pending])
-    return merged, Scores(
-        values=torch.cat([scores.values for scores in all_scores]),
-        parts={name: torch.cat([scores.parts[name] for scores in all_scores]) for name in all_scores[0].parts},
-    )
+    return merged, concat_scores(all_scores)
 
 
 class CompletionPrefetcher:

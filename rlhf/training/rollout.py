@@ -22,6 +22,7 @@ from rlhf.config.sections import OldLogProbs
 from rlhf.data.prompts import SOURCE
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.policy_models import Models
+from rlhf.rewards.verifier import GRADING
 from rlhf.tracking.metrics import Metrics
 from rlhf.types import Completions, Experience, Rollout, Scores, StopReason
 
@@ -49,6 +50,20 @@ class Collected:
 def live_tokens(completions: Completions) -> int:
     """Count the live tokens of prompts and completions."""
     return int(completions.prompt_mask.sum() + completions.completion_mask.sum())
+
+
+def concat_scores(all_scores: Sequence[Scores]) -> Scores:
+    """Concatenate scores; a part that only some of them have is NaN for the rows of the others: it does not apply."""
+    names = list(dict.fromkeys(name for scores in all_scores for name in scores.parts))
+    return Scores(
+        values=torch.cat([scores.values for scores in all_scores]),
+        parts={
+            name: torch.cat(
+                [scores.parts.get(name, torch.full_like(scores.values, torch.nan)) for scores in all_scores]
+            )
+            for name in names
+        },
+    )
 
 
 @torch.no_grad()
@@ -162,7 +177,7 @@ def sample_records(
                 "prompt": prompt if isinstance(prompt, str) else decode(_live_prompt(rollout, row)),
                 "completion": decode(rollout.completion_ids[row, :length].tolist()),
                 "score": float(rollout.scores[row]),
-                "parts": {name: _number(value[row]) for name, value in (parts or {}).items()},
+                "parts": {name: _number(value[row]) for name, value in (parts or {}).items() if GRADING not in name},
                 "kl": float(sequence_kl[row]),
                 "length": length,
                 "finished": bool(rollout.finished[row]),
@@ -246,11 +261,11 @@ def logprob_metrics(experience: Experience, models: Models) -> dict[str, Mean]:
 def part_metrics(scores: Scores) -> Metrics:
     """Compute mean and standard deviation of each named part over the completions that it applies to (not NaN).
 
-    Characters of a name that some tracker refuses become underscores.
+    Characters of a name that some tracker refuses become underscores. What became of gradings has metrics of its own.
     """
-    metrics = Metrics()
+    metrics = grading_metrics(scores.parts)
     for part, values in scores.parts.items():
-        if part in SCORE_PARTS:
+        if part in SCORE_PARTS or part.startswith(GRADING):
             continue
         name = REFUSED.sub("_", part)
         live = values[~values.isnan()].double()
@@ -302,6 +317,17 @@ def transcript(completions: Completions, row: int, decode: Callable[[Sequence[in
         parts.append(part | ({"turn": turn + 1, "reward": rewards[end - 1]} if is_action else {}))
         start = end
     return parts
+
+
+def grading_metrics(parts: Mapping[str, Tensor]) -> Metrics:
+    """Compute what became of the gradings of a step; nothing where the source is no verifier."""
+    metrics = Metrics()
+    for name, values in parts.items():
+        if name == f"{GRADING}seconds":
+            metrics.add(f"{name}_p95", float(values.double().quantile(0.95)))
+        elif name.startswith(GRADING):
+            metrics.update({name: Mean.of(values)})
+    return metrics
 
 
 def _duplicates(experience: Experience) -> dict[str, Mean]:

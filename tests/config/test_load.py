@@ -173,7 +173,8 @@ def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
         (
             "reward.source.type=modle",
             "reward.source.type: 'modle' is not one of ensemble, environment, function, model, openai, remote, "
-            "rules, zero; "
+            "rules, verifier, zero; "
+            "did you mean model?",
             "did you mean model?",
         ),
         (

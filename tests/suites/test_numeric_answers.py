@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.suites.numeric_answers import expected_answer, final_answer, find_numbers, same_answer, strip_markup
+from rlhf.verifiers.numeric_answers import expected_answer, final_answer, find_numbers, same_answer, strip_markup
 
 
 def numbers(text: str) -> list[Fraction]:

@@ -33,6 +33,7 @@ PART_OF_THE_RUN = (
     "data*",
     "reward",
     "reward.source*",
+    "reward.process*",
     "reward.shaping*",
     "reference*",
     "teacher",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 import torch
 from tiny_models import completions_of
 
-from rlhf.algo.advantages import uniform_groups
+from rlhf.algo.advantages import group_centered, uniform_groups
 from rlhf.algorithms.online import Online
-from rlhf.training.collect import collect
+from rlhf.errors import NonFiniteScores
+from rlhf.training.collect import collect, leave_out_unscored
 from rlhf.training.rollout import Collected, live_tokens
 from rlhf.types import Completions, Prompts, Scores
 
@@ -94,7 +96,7 @@ def test_a_uniform_group_is_replaced_by_another_prompt_in_its_place() -> None:
     assert result.completions.row_ids.tolist() == [0, 1, 2, 3, 4, 5]
     assert result.scores.values.tolist() == [1, 2, 4, 3, 1, 2]
     assert result.scores.parts["raw"].tolist() == [101, 102, 104, 103, 101, 102]
-    assert set(result.scores.parts) == {"raw"}
+    assert result.scores.parts["only once"].isnan().tolist() == [False, False, True, True, False, False]
     assert result.completions.prompt_ids[:, -1].tolist() == [3, 3, 8, 8, 5, 5]
     assert result.completions.completion_mask.sum(1).tolist() == [3, 3, 4, 4, 3, 3]
     assert result.extra == 2
@@ -142,3 +144,19 @@ def test_a_greedy_completion_of_each_prompt_is_the_baseline_of_its_group(size: i
         "completion/extra": 3.0,
         "completion/extra_tokens": 3 * (1 + 4),
     }
+
+
+def test_what_no_verifier_applies_to_is_left_out() -> None:
+    """By hand: the prompt without a score goes; the completion without one has the mean of its group, 2.5."""
+    bench = Bench({3: (1.0, math.nan, 4.0), 4: (math.nan,) * 3, 5: (1.0, 2.0, 3.0)})
+    group: dict[str, Any] = {"advantage": {"type": "group"}}
+    result = leave_out_unscored(collected(bench, size=3, **group))
+    assert who(result) == [3, 3, 3, 5, 5, 5]
+    assert result.scores.values.tolist() == [1, 2.5, 4, 1, 2, 3]
+    assert result.completions.row_ids.tolist() == [0, 1, 2, 6, 7, 8]
+    assert (len(result.baselines), len(result.hinted), result.extra) == (6, 6, 3)
+    assert group_centered(result.scores.values, 3).tolist() == [-1.5, 0, 1.5, -1, 0, 1]
+    scored = collected(Bench({3: MIXED, 4: MIXED, 5: MIXED}), **group)
+    assert leave_out_unscored(scored) is scored
+    with pytest.raises(NonFiniteScores, match="no verifier applies to any completion of the step"):
+        leave_out_unscored(collected(Bench(dict.fromkeys((3, 4, 5), (math.nan, math.nan))), **group))

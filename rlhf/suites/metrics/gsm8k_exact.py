@@ -7,7 +7,7 @@ from fractions import Fraction
 import datasets
 import evaluate
 
-from rlhf.suites.numeric_answers import expected_answer, final_answer
+from rlhf.verifiers.numeric_answers import expected_answer, final_answer
 
 DESCRIPTION = "The share of solutions whose final answer is exactly the number of the reference (Cobbe et al. 2021)."
 INPUTS = """

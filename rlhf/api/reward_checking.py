@@ -1,0 +1,264 @@
+"""Check a reward before training: any source of a configuration, a verifier by its name, or a function."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rlhf.api.inputs import Inputs, Reward
+from rlhf.config.data import Count, DatasetConfig
+from rlhf.config.files import merge, parse_overrides
+from rlhf.config.load import load_any, validate
+from rlhf.config.run import RunConfig
+from rlhf.config.sections import OnlineConfig
+from rlhf.data.conversation import Prompt
+from rlhf.data.files import load_rows
+from rlhf.data.formats import PROMPTS
+from rlhf.data.prompts import CONVERSATION, MESSAGES
+from rlhf.data.rows import Row, RowCounts
+from rlhf.data.tokenizer import left_pad, load_tokenizer, right_pad
+from rlhf.errors import ConfigError, DataError
+from rlhf.evaluation.reward_check import CheckRow, Graded, RewardCheck, check_reward
+from rlhf.factory.rewards import build_source
+from rlhf.plugins import load_plugins
+from rlhf.rewards.function import ARGUMENTS
+from rlhf.rewards.source import RewardSource, Source
+from rlhf.rewards.verifier import GRADING
+from rlhf.runtime.engine import make_engine
+from rlhf.section import OneOf, Section
+from rlhf.types import Completions
+from rlhf.user_code import load_function
+from rlhf.verifiers.grader import settings_of
+
+END = "<end>"
+ROWS_AT_ONCE = 32
+ANSWER_COLUMNS = ("reference", "solution", "completion", "response", "output", "answer", "chosen")
+YAML = (".yaml", ".yml")
+
+
+class CheckSettings(Section):
+    """The settings of a check beside the reward."""
+
+    source: Annotated[Source, OneOf()]
+    """The reward."""
+    limit: Count = 200
+    """Rows."""
+
+
+def bytes_tokenizer() -> PreTrainedTokenizerBase:
+    """Return a tokenizer whose ids are the bytes of a text: it stands in where the reward reads texts."""
+    letters = sorted(ByteLevel.alphabet())
+    backend = Tokenizer(BPE({letter: i for i, letter in enumerate([*letters, END])}, []))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=END)
+
+
+def reward_check(
+    reward: Reward,
+    dataset: str | Path | Iterable[Mapping[str, Any]],
+    *,
+    answer: str | None = None,
+    limit: int = 200,
+    best: float | None = None,
+    tokenizer: str | Path | None = None,
+    columns: Mapping[str, str] | None = None,
+    plugins: Sequence[str] = (),
+) -> RewardCheck:
+    """Score right and worthless answers, to find what a policy would exploit; print the result, which is a table.
+
+    Args:
+        reward: as in rlhf.train: a function, a path, a section, a list; or the name of a verifier, such as
+            "math" or "my_file.py:grade".
+        dataset: a path or a hub id, or the rows: prompts, with the columns that the reward reads.
+        answer: the column with a right answer, as a model should write it; None: as the verifier knows it, or the
+            first of reference, solution, completion, response, output, answer and chosen.
+        limit: rows to check.
+        best: the best score, which every right answer must earn; None: as the reward knows it.
+        tokenizer: of the policy, where a reward model scores; None: the reward model's.
+        columns: names of columns that differ from ours, as {ours: theirs}.
+        plugins: files or modules that define the reward's class.
+
+    Raises:
+        UserError: the reward or the data set is not there, or no row has a right answer.
+    """
+    load_plugins({"plugins": list(plugins)})
+    tree = source_tree(reward) if isinstance(reward, str) else Inputs(Path()).reward(reward)
+    settings = validate(CheckSettings, {"source": tree, "limit": limit})
+    name = None if tokenizer is None else str(tokenizer)
+    return check_source(settings, dataset, answer=answer, best=best, columns=columns, tokenizer=name)
+
+
+def reward_check_from_command_line(
+    target: str, dataset: str, overrides: Sequence[str], *, answer: str | None, limit: int, best: float | None
+) -> RewardCheck:
+    """Check a reward that is named on the command line: a configuration, a verifier, a function or a model.
+
+    Overrides of a configuration are settings of the run; those of anything else are settings of the source.
+
+    Raises:
+        UserError: as `reward_check`.
+    """
+    if Path(target).suffix in YAML or (Path(target) / "config.yaml").is_file():
+        config = load_any(_config_file(target), overrides)
+        if not isinstance(config, OnlineConfig):
+            raise ConfigError(f"{target} has no reward: name the configuration of online training, or a verifier")
+        settings = CheckSettings(source=config.reward.source, limit=limit)
+        name = config.policy.tokenizer or config.policy.model
+        return check_source(settings, dataset, answer=answer, best=best, tokenizer=name)
+    tree = parse_overrides(overrides)
+    load_plugins(tree)
+    plain = {key: value for key, value in tree.items() if key not in ("plugins", "columns")}
+    settings = validate(CheckSettings, {"source": merge(source_tree(target), plain), "limit": limit})
+    return check_source(settings, dataset, answer=answer, best=best, columns=tree.get("columns"))
+
+
+def source_tree(name: str) -> dict[str, Any]:
+    """Return the source that a name stands for: a verifier, a function, a reward model or a URL.
+
+    A function of prompts and completions is a reward function; one of a completion and its row is a verifier.
+    """
+    tree = dict(Inputs(Path()).reward(name))
+    if tree["type"] == "model":  # what is neither a URL nor a function: perhaps a verifier of ours
+        try:
+            settings_of(name)
+        except ValueError:
+            return tree
+        return {"type": "verifier", "name": name}
+    if tree["type"] == "function":
+        head = name.partition(":")[0]
+        if head.endswith(".py") or "." in head:
+            names = set(inspect.signature(load_function(name)).parameters)
+            return tree if names & set(ARGUMENTS) else {"type": "verifier", "name": name}
+        return {"type": "verifier", "name": name}
+    return tree
+
+
+def check_source(
+    settings: CheckSettings,
+    dataset: str | Path | Iterable[Mapping[str, Any]],
+    *,
+    answer: str | None,
+    best: float | None,
+    columns: Mapping[str, str] | None = None,
+    tokenizer: str | None = None,
+) -> RewardCheck:
+    """Check a source on the rows of a data set.
+
+    Raises:
+        UserError: as `reward_check`.
+    """
+    source = settings.source.for_check()
+    source.check()
+    rows = _rows(dataset, settings.limit, columns or {})
+    known = [CheckRow(row.prompt, row.values, _right_answer(source, row.values, answer)) for row in rows]
+    models = list(source.model_paths().values())
+    tokens: Any = load_tokenizer(tokenizer or models[0]) if models else bytes_tokenizer()
+    built = build_source(source, tokens, make_engine(RunConfig()), leaves_out=True)
+    return check_reward(
+        source.describe(),
+        known,
+        _scorer(built, tokens),
+        best=source.best_score if best is None else best,
+        is_learned=source.is_learned,
+    )
+
+
+def _config_file(target: str) -> Path:
+    path = Path(target)
+    return path / "config.yaml" if path.is_dir() else path
+
+
+def _rows(dataset: str | Path | Iterable[Mapping[str, Any]], limit: int, columns: Mapping[str, str]) -> list[CheckRow]:
+    """Read the prompts as a run does, with the columns of their rows."""
+    if isinstance(dataset, str | Path):
+        skips = RowCounts(str(dataset), fatal=False)
+        rows = load_rows(DatasetConfig(path=str(dataset), columns=dict(columns)), skips)
+    else:
+        skips = RowCounts("the rows", fatal=True)
+        rows = [Row(dict(values), "the rows", number) for number, values in enumerate(dataset, start=1)]
+    made = []
+    for row, parsed in PROMPTS.read(rows, skips, turns=True):
+        made.append(CheckRow(*_as_reference(row.values, parsed.prompt), None))
+        if len(made) == limit:
+            break
+    skips.used = len(made)
+    skips.require_rows()
+    return made
+
+
+def _as_reference(values: Mapping[str, Any], prompt: Prompt) -> tuple[str, Mapping[str, Any]]:
+    """Return the prompt's text and what a reward may read of its row, as `rlhf.data.prompts` gives them."""
+    if isinstance(prompt, str):
+        return prompt, {**values, "prompt": prompt}
+    text = values["prompt"] if isinstance(values.get("prompt"), str) else str(prompt[-1]["content"])
+    flag = {} if isinstance(values.get("prompt"), str) else {CONVERSATION: True}
+    return str(text), {**values, "prompt": str(text), MESSAGES: list(prompt), **flag}
+
+
+def _right_answer(source: Source, values: Mapping[str, Any], answer: str | None) -> str | None:
+    """Return what a model should write: the named column, what the source makes of the row, or a usual column.
+
+    Raises:
+        DataError: the named column is no text.
+    """
+    if answer is not None:
+        value = values.get(answer)
+        if value is not None and not isinstance(value, str | int | float):
+            raise DataError(f"the column {answer!r} has a {type(value).__name__}: an answer is a text")
+        return None if value is None else str(value)
+    made = source.reference(values)
+    if made is not None:
+        return made
+    usual = (values.get(name) for name in ANSWER_COLUMNS)
+    return next((value for value in usual if isinstance(value, str) and value), None)
+
+
+def _scorer(source: RewardSource, tokenizer: Any) -> Callable[[Sequence[CheckRow], Sequence[str]], Graded]:
+    """Return what scores texts by a source, some rows at a time."""
+
+    def score(rows: Sequence[CheckRow], texts: Sequence[str]) -> Graded:
+        scores: list[float | None] = []
+        failed = 0
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            part = slice(start, start + ROWS_AT_ONCE)
+            graded = source(_completions(rows[part], texts[part], tokenizer))
+            scores += [None if math.isnan(value) else value for value in graded.values.tolist()]
+            failures = (graded.parts.get(f"{GRADING}{state}") for state in ("timeout", "error"))
+            failed += sum(int(part.sum()) for part in failures if part is not None)
+        return Graded(scores, failed)
+
+    return score
+
+
+def _completions(rows: Sequence[CheckRow], texts: Sequence[str], tokenizer: Any) -> Completions:
+    """Encode prompts and completions as a sampler would return them, each ended by EOS."""
+    end = tokenizer.eos_token_id
+    prompt_ids, prompt_mask = left_pad([_encode(row.prompt, tokenizer) or [end] for row in rows], end)
+    ids, mask = right_pad([[*_encode(text, tokenizer), end] for text in texts], end)
+    return Completions(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        row_ids=torch.arange(len(rows)),
+        references=tuple(row.values for row in rows),
+        completion_ids=ids,
+        completion_mask=mask,
+        sampler_logprobs=torch.zeros(ids.shape),
+        finished=torch.ones(len(rows), dtype=torch.bool),
+        group_size=1,
+    )
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids

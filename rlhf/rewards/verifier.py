@@ -1,0 +1,289 @@
+"""A reward source of programs that check: graders of answers, JSON, instructions, code, and your own."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+
+from annotated_types import Ge, Gt
+from pydantic import model_validator
+
+import rlhf.verifiers as rlhf_verifiers
+from rlhf.errors import ConfigError, RewardError, did_you_mean
+from rlhf.plugins import as_settings, plugins_in
+from rlhf.rewards.ensemble import combine, normalize_then_sum
+from rlhf.rewards.source import BatchDecoder, Source, SourceContext, checked_scores, decode, quoted
+from rlhf.section import Fraction, OneOf
+from rlhf.verifiers.grader import Grader, settings_of
+from rlhf.verifiers.pool import GraderPool, Outcome
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf.types import Completions, Scores
+
+assert rlhf_verifiers  # to import the package is to define the graders
+
+VerifierMode: TypeAlias = Literal["sum", "mean", "weighted_mean", "minimum", "gdpo"]
+WINDOW = 50  # the last gradings over which failures are counted, or a whole step's if these are more
+FEWEST_FAILURES = 5
+GRADING = "verifier/"  # how the parts begin that tell what became of the gradings
+DEFAULT = ""  # the key of the grader of rows that name none
+
+
+class VerifierSource(Source):
+    """A program that checks each completion against its row, in a process of its own."""
+
+    is_learned: ClassVar[bool] = False
+
+    type: Literal["verifier"] = "verifier"
+    grader: Annotated[Grader, OneOf()]
+    """The grader and its settings. `name: json, keys: shape` beside type is short for `grader: {type: json, keys:
+    shape}`; `name: my.py:grade` names a function, `name: reasoning_gym:TASK` a task."""
+    graders: dict[str, Annotated[Grader, OneOf()]] = {}
+    """Other graders by the names that rows give in their column `column`."""
+    column: str = "verifier"
+    """The column by which a row picks its grader: a name of `graders`, or a verifier that needs no settings. A row
+    without it has `grader`."""
+    weights: dict[str, float] = {}
+    """Factors of the named rewards. Without one a name has the weight that the grader gives it, else 1; a name of
+    weight 0 is only logged."""
+    how: VerifierMode = "sum"
+    """Combination of the named rewards that apply to a completion, as in an ensemble; gdpo standardizes each within its
+    group before the sum (Liu et al. 2026), with advantage.type=group and baseline=centered."""
+    timeout_s: Annotated[float, Gt(0)] = 5.0
+    """Maximum seconds per completion; then its process is killed."""
+    workers: Annotated[int, Ge(1)] = 2
+    """Processes that grade."""
+    on_timeout: float = 0.0
+    """Score of a completion whose grading takes too long or fails."""
+    max_failures: Fraction = 0.2
+    """The run saves and stops if a larger share of the last gradings takes too long or fails."""
+    memory_mb: Annotated[int, Ge(0)] = 4096
+    """Address space of a grading process, in MiB; 0: no limit."""
+
+    @property
+    def standardizes_in_groups(self) -> bool:
+        """Return whether the named rewards are standardized within groups before their sum."""
+        return self.how == "gdpo"
+
+    def check(self) -> None:
+        """Check that what the graders need is there.
+
+        Raises:
+            UserError: it is not; the message says what to do.
+        """
+        if sys.platform == "win32":
+            raise ConfigError("reward.source.type=verifier kills processes as Windows cannot: use Linux or macOS")
+        for grader in (self.grader, *self.graders.values()):
+            grader.check()
+
+    def code_files(self) -> Mapping[str, Path]:
+        """Return the files of graders of the user, by their field."""
+        files = {f"grader.{field}": file for field, file in self.grader.code_files().items()}
+        for name, grader in self.graders.items():
+            files |= {f"graders.{name}.{field}": file for field, file in grader.code_files().items()}
+        return files
+
+    def describe(self) -> str:
+        """Return the verifiers' names."""
+        return f"verifier {', '.join([self.grader.describe(), *self.graders])}"
+
+    @property
+    def best_score(self) -> float | None:
+        """Return 1 where the verifiers' own weights are used."""
+        return None if self.weights or self.how == "gdpo" else 1.0
+
+    def reference(self, row: Mapping[str, Any]) -> str | None:
+        """Return the right answer as the row's grader knows it."""
+        grader = self.graders.get(str(row.get(self.column)), self.grader)
+        return grader.reference(row)
+
+    def for_check(self) -> VerifierSource:
+        """Return the source with failures counted, and none that stops."""
+        return self.model_copy(update={"max_failures": 1.0})
+
+    def build(self, context: SourceContext) -> VerifierReward:
+        """Return what grades.
+
+        Raises:
+            UserError: what a grader needs is not there.
+        """
+        self.check()
+        return VerifierReward(self, context.tokenizer, may_abstain=context.may_abstain or context.leaves_out)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_name(cls, given: Any) -> Any:
+        """Put the short form `name: json, keys: shape` into `grader`."""
+        if not isinstance(given, Mapping) or "name" not in given:
+            if isinstance(given, Mapping) and "grader" not in given:
+                raise ValueError(f"name the verifier, as in name: math; choose from {', '.join(Grader.choices())}")
+            return given
+        if "grader" in given:
+            raise ValueError("name and grader both say what grades: give one of them")
+        outer = {key: value for key, value in given.items() if key in cls.model_fields}
+        inner = {key: value for key, value in given.items() if key not in cls.model_fields and key != "name"}
+        if not isinstance(given["name"], str):
+            raise ValueError(f"name is a text, not {given['name']!r}")
+        return {**outer, "grader": {**settings_of(given["name"]), **inner}}
+
+
+class VerifierReward:
+    """Grades completions in child processes; the parts are the named rewards and what became of the gradings.
+
+    A grade without a name is called as its verifier is. `verifier/timeout`, `verifier/error` and `verifier/none` are 1
+    for the completions whose grading took too long, failed, or did not apply; `verifier/seconds` is its time.
+    """
+
+    def __init__(self, source: VerifierSource, tokenizer: BatchDecoder, *, may_abstain: bool = False) -> None:
+        """Prepare the processes, which start at the first call."""
+        self.source = source
+        self.tokenizer = tokenizer
+        self.may_abstain = may_abstain
+        self.graders: dict[str, Grader] = {DEFAULT: source.grader, **source.graders}
+        sections = list(self.graders.values())
+        self.pool = GraderPool(
+            {key: as_settings(grader) for key, grader in self.graders.items()},
+            timeout_s=source.timeout_s,
+            workers=source.workers,
+            memory_mb=source.memory_mb,
+            plugins=[name for grader in sections for name in plugins_in(grader)],
+        )
+        self._recent: deque[bool] = deque(maxlen=WINDOW)  # whether each of the last gradings failed
+
+    def __call__(self, completions: Completions) -> Scores:
+        """Grade the completions.
+
+        Raises:
+            RewardError: too many gradings failed, a grader cannot start, or a row names no grader.
+            NonFiniteScores: no grade applies to a completion, and no other source scores it.
+        """
+        texts = decode(completions, self.tokenizer)
+        keys = [self._key(row) for row in texts.references]
+        outcomes = self.grade(texts.completions, texts.references, keys)
+        self._check_failures(outcomes, texts.completions)
+        table = self._named(keys, outcomes)
+        values = self._combine(table, keys, outcomes, group_size=completions.group_size)
+        parts = {
+            name: [row if outcome.state == "graded" else math.nan for row, outcome in zip(rows, outcomes, strict=True)]
+            for name, rows in table.items()
+        }
+        for state in ("timeout", "error", "none"):
+            parts[f"verifier/{state}"] = [float(outcome.state == state) for outcome in outcomes]
+        parts["verifier/seconds"] = [outcome.seconds for outcome in outcomes]
+        scores = checked_scores([0.0] * len(outcomes), parts, texts, who="the verifier", may_abstain=True)
+        checked = checked_scores(values, {}, texts, who=self._who(), may_abstain=self.may_abstain)
+        from rlhf.types import Scores
+
+        return Scores(values=checked.values, parts=scores.parts)
+
+    def grade(
+        self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], keys: Sequence[str]
+    ) -> list[Outcome]:
+        """Grade texts by their rows with the graders of these keys."""
+        besides = {key: as_settings(self.graders[key]) for key in keys if key not in self.pool.settings}
+        return self.pool.grade(list(zip(keys, completions, rows, strict=True)), besides)
+
+    def total(self, key: str, outcome: Outcome) -> float | None:
+        """Return the score of a completion by itself, as in an evaluation; None where no grade applies."""
+        table = self._named([key], [outcome])
+        (value,) = self._combine(table, [key], [outcome], group_size=1)
+        return None if math.isnan(value) else value
+
+    def _key(self, row: Mapping[str, Any]) -> str:
+        """Return the key of the row's grader. A row may name what is in the configuration, or one of ours.
+
+        A data set must not run code of its own: the file of a function has to be in `graders`.
+        """
+        name = row.get(self.source.column)
+        if name is None:
+            return DEFAULT
+        if name == self.source.grader.type and name not in self.source.graders:
+            return DEFAULT
+        if name not in self.graders:
+            kind = Grader.choices().get(name) if isinstance(name, str) else None
+            if kind is None or any(field.is_required() for field in kind.model_fields.values()):
+                choices = [*self.source.graders, *Grader.choices()]
+                raise RewardError(
+                    f"a row's column {self.source.column!r} names the verifier {name!r}, which is not among "
+                    f"reward.source.graders{did_you_mean(str(name), choices)}: add it there with its settings"
+                )
+            self.graders[str(name)] = kind.model_validate({"type": name})
+            self.graders[str(name)].check()
+        return str(name)
+
+    def _named(self, keys: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+        """Return the named rewards of the completions, by name; NaN where one does not apply.
+
+        A grading that failed has `on_timeout` in every name of its grader.
+        """
+        rows = [self._grade_of(key, outcome) for key, outcome in zip(keys, outcomes, strict=True)]
+        of_key: dict[str, dict[str, None]] = {}
+        for key, row in zip(keys, rows, strict=True):
+            of_key.setdefault(key, {}).update(dict.fromkeys(row or {}))
+        names = list(dict.fromkeys(name for key in of_key for name in of_key[key] or [self._name(key)]))
+        failed = {key: dict.fromkeys(of_key[key] or [self._name(key)], self.source.on_timeout) for key in of_key}
+        filled = [
+            failed[key] if outcome.state in ("timeout", "error") else row or {}
+            for key, row, outcome in zip(keys, rows, outcomes, strict=True)
+        ]
+        return {name: [row.get(name, math.nan) for row in filled] for name in names}
+
+    def _grade_of(self, key: str, outcome: Outcome) -> Mapping[str, float] | None:
+        if outcome.grade is None or isinstance(outcome.grade, Mapping):
+            return outcome.grade
+        return {self._name(key): outcome.grade}
+
+    def _name(self, key: str) -> str:
+        return key or self.source.grader.type
+
+    def _weight(self, name: str) -> float:
+        if name in self.source.weights:
+            return self.source.weights[name]
+        weights = (grader.default_weights[name] for grader in self.graders.values() if name in grader.default_weights)
+        return next(weights, 1.0)
+
+    def _combine(
+        self, table: Mapping[str, Sequence[float]], keys: Sequence[str], outcomes: Sequence[Outcome], *, group_size: int
+    ) -> list[float]:
+        """Combine the named rewards into a score each; NaN where none applies."""
+        import torch
+
+        failed = torch.tensor([outcome.state in ("timeout", "error") for outcome in outcomes])
+        stacked = torch.tensor(list(table.values()), dtype=torch.float64)
+        weights = torch.tensor([self._weight(name) for name in table], dtype=torch.float64)
+        live = weights != 0
+        stacked, weights = stacked[live], weights[live]
+        if not len(weights):
+            raise RewardError("every named reward has weight 0: set one in reward.source.weights")
+        how = self.source.how
+        if how == "gdpo" and group_size > 1:
+            return _floats(normalize_then_sum(stacked, weights, group_size))
+        values = combine(stacked, weights, how=how)
+        return _floats(torch.where(failed, self.source.on_timeout, values))
+
+    def _check_failures(self, outcomes: Sequence[Outcome], completions: Sequence[str]) -> None:
+        failed = [outcome.state in ("timeout", "error") for outcome in outcomes]
+        self._recent.extend(failed)
+        window = failed if len(failed) > WINDOW else self._recent
+        count = sum(window)
+        if count < FEWEST_FAILURES or count <= self.source.max_failures * len(window):
+            return
+        first = failed.index(True) if True in failed else 0
+        raise RewardError(
+            f"the verifier failed for {count} of the last {len(window)} completions, more than "
+            f"reward.source.max_failures={self.source.max_failures:g}: {outcomes[first].message}, for the completion "
+            f"{quoted(completions[first])}. A grader that fails looks like a hard task: mend it, or raise timeout_s"
+        )
+
+    def _who(self) -> str:
+        return f"the {self.source.describe()}"
+
+
+def _floats(values: Tensor) -> list[float]:
+    return [float(value) for value in values]

@@ -1,0 +1,149 @@
+"""The code verifier: whether a program passes the row's tests, in a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import re
+import secrets
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt
+
+from rlhf.errors import ConfigError, install_hint
+from rlhf.verifiers.grader import GradeFunction, Grader, Row
+from rlhf.verifiers.sandbox import BubblewrapSandbox, Limits, MontySandbox, State, Tests, has_monty, why_no_bubblewrap
+
+FENCED = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+
+
+class CodeGrader(Grader):
+    """Grades 1 if the completion's Python program passes the row's tests, else 0.
+
+    It runs in a sandbox: in monty (the extra `code`), or, where monty lacks a module or a part of the language, in
+    bubblewrap (Linux). Without either a run does not start. The tests are asserts in a function that is defined after
+    the program has run; success is the secret that this function returns, and not the exit code.
+    """
+
+    default_weights: ClassVar[dict[str, float]] = {"code": 1.0, "timed_out": 0.0, "unsupported": 0.0}
+
+    type: Literal["code"] = "code"
+    tests: str = "tests"
+    """The column with the tests: Python code with asserts, or a list of such lines. A row without it is not graded."""
+    entry_point: str | None = None
+    """The column with the name of the function that the tests' `check(candidate)` gets, as HumanEval has it."""
+    prefix: str | None = None
+    """The column with the code that a completion continues, as HumanEval's prompt; it is put before a program that
+    does not define the entry point itself."""
+    solution: str = "solution"
+    """The column with a right program, which reward-check runs."""
+    sandbox: Literal["auto", "monty", "bubblewrap"] = "auto"
+    """auto: monty, and bubblewrap for what monty lacks or takes too long for. In monty alone, a program that it cannot
+    run earns 0 (part/unsupported/mean)."""
+    run_s: Annotated[float, Gt(0)] = 2.0
+    """Maximum seconds of a program in either sandbox; keep twice that below reward.source.timeout_s."""
+    run_memory_mb: Annotated[int, Ge(64)] = 512
+    """Memory of a program, in MiB."""
+
+    def check(self) -> None:
+        """Check that there is a sandbox.
+
+        Raises:
+            ConfigError: there is none, or not the one that is asked for.
+        """
+        self._boxes()
+
+    def start(self) -> GradeFunction:
+        """Return what runs programs.
+
+        Raises:
+            ConfigError: there is no sandbox.
+        """
+        names, limits = self._boxes(), Limits(self.run_s, self.run_memory_mb)
+        boxes: list[Any] = [MontySandbox(limits)] if "monty" in names else []
+        boxes += [BubblewrapSandbox(limits)] if "bubblewrap" in names else []
+
+        def grade(completion: str, row: Row) -> dict[str, float] | None:
+            tests = row.get(self.tests)
+            if tests is None:
+                return None
+            program = self._program(completion, row)
+            made = make_tests(tests, self._entry(row))
+            state: State = "unsupported"
+            for box in boxes:
+                state = box.run(program, made)
+                if state not in ("unsupported", "timeout"):  # monty is slower than CPython
+                    break
+            return {
+                "code": float(state == "passed"),
+                "timed_out": float(state == "timeout"),
+                "unsupported": float(state == "unsupported"),
+            }
+
+        return grade
+
+    def reference(self, row: Row) -> str | None:
+        """Return the row's solution in a fence."""
+        solution = row.get(self.solution)
+        return None if solution is None else f"```python\n{solution}\n```"
+
+    def _boxes(self) -> list[str]:
+        """Return the sandboxes to use, in their order.
+
+        Raises:
+            ConfigError: there is none, or not the one that is asked for.
+        """
+        missing: list[str] = []
+        names: list[str] = []
+        if self.sandbox != "bubblewrap":
+            if has_monty():
+                names.append("monty")
+            else:
+                missing.append(f"the package pydantic-monty is not installed: {install_hint('code')}")
+        if self.sandbox != "monty":
+            why = why_no_bubblewrap()
+            if why is None:
+                names.append("bubblewrap")
+            else:
+                missing.append(why)
+        if not names:
+            raise ConfigError(
+                "the verifier code runs programs that nobody has read, and there is no sandbox for them: "
+                + "; ".join(missing)
+            )
+        return names
+
+    def _entry(self, row: Row) -> str | None:
+        return None if self.entry_point is None else str(row[self.entry_point])
+
+    def _program(self, completion: str, row: Row) -> str:
+        program, entry = extract_program(completion), self._entry(row)
+        if self.prefix is None or (entry is not None and re.search(rf"^def {re.escape(entry)}\b", program, re.M)):
+            return program
+        return f"{row[self.prefix]}{program}"
+
+
+def extract_program(completion: str) -> str:
+    """Return the last fenced block of a completion, or all of it if there is none."""
+    blocks = FENCED.findall(completion)
+    return str(blocks[-1]) if blocks else completion
+
+
+def make_tests(tests: object, entry_point: str | None) -> Tests:
+    """Put tests into a function with a secret name, which returns a secret after them.
+
+    Raises:
+        ValueError: they are no Python code, or have no assert, so that anything would pass.
+    """
+    source = "\n".join(map(str, tests)) if isinstance(tests, list | tuple) else str(tests)
+    secret = f"secret_{secrets.token_hex(16)}"
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ValueError(f"the row's tests are no Python code: {error}") from error
+    if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+        raise ValueError("the row's tests have no assert: every program would pass")
+    call = ast.parse(f"check({entry_point})").body if entry_point else []
+    function = ast.parse(f"def check_{secret}():\n    return {secret!r}").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    function.body = [*tree.body, *call, *function.body]
+    return Tests(ast.unparse(ast.fix_missing_locations(function)), f"check_{secret}()", secret)

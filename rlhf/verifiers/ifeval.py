@@ -1,0 +1,35 @@
+"""The ifeval verifier: the share of a row's checkable instructions that a completion follows."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from rlhf.constraints.checks import require_langdetect
+from rlhf.constraints.reward import ARGUMENTS_COLUMN, KIND_COLUMN, LANGUAGE_KIND, read_constraints, verify
+from rlhf.verifiers.grader import GradeFunction, Grader, Row
+
+
+class IfevalGrader(Grader):
+    """Grades by IFEval's instructions (Zhou et al. 2023): the row has `instruction_id_list` and `kwargs`."""
+
+    type: Literal["ifeval"] = "ifeval"
+    loose: bool = False
+    """Check the eight loose variants of the completion, too, as the loose accuracy of IFEval does."""
+    all: bool = False
+    """Only a completion that follows every instruction earns 1; false: the share of those that it follows."""
+
+    def start(self) -> GradeFunction:
+        """Return what checks the instructions; the verdicts are those of the suite."""
+
+        def grade(completion: str, row: Row) -> float | None:
+            if row.get(KIND_COLUMN) is None:
+                return None
+            given: dict[str, Any] = {KIND_COLUMN: row[KIND_COLUMN], ARGUMENTS_COLUMN: row.get(ARGUMENTS_COLUMN)}
+            constraints = read_constraints(given)
+            if any(constraint.kind == LANGUAGE_KIND for constraint in constraints):
+                require_langdetect()
+            verdict = verify(constraints, completion)
+            met = verdict.loose if self.loose else verdict.strict
+            return float(all(met)) if self.all else sum(met) / len(met)
+
+        return grade

@@ -1,0 +1,266 @@
+"""What a JSON value has to look like: read from a short description or from a subset of JSON Schema, and checked.
+
+The short description names each key and its type:
+
+    {"street": "string", "codes": {"array": "integer", "length": 3}, "size": {"enum": ["S", "M"]},
+     "owner": {"name": "string", "age": "integer"}, "pets": {"array": {"name": "string"}}}
+
+A number or text that is `true` is no integer, and 1.0 is none.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "string": lambda value: type(value) is str,
+    "integer": lambda value: type(value) is int,
+    "number": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "boolean": lambda value: type(value) is bool,
+    "null": lambda value: value is None,
+    "object": lambda value: type(value) is dict,
+    "array": lambda value: type(value) is list,
+}
+ANY = tuple(KINDS)
+EXAMPLES: dict[str, Any] = {
+    "string": "text",
+    "integer": 1,
+    "number": 1.5,
+    "boolean": True,
+    "null": None,
+    "object": {},
+    "array": [],
+}
+IGNORED = frozenset(("$schema", "$id", "title", "description", "default", "examples", "format", "$comment"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a value has to be: one of `kinds`, and within the limits that apply to its kind."""
+
+    kinds: tuple[str, ...] = ANY
+    enum: tuple[Any, ...] | None = None
+    keys: Mapping[str, Shape] | None = None  # of an object; None: any keys
+    required: frozenset[str] = frozenset()
+    closed: bool = True  # no other keys than `keys`
+    items: Shape | None = None  # of an array; None: any items
+    sizes: tuple[float, float] = (0.0, math.inf)  # least and most items of an array
+    lengths: tuple[float, float] = (0.0, math.inf)  # least and most characters of a text
+    limits: Mapping[str, float] = field(default_factory=dict)  # of a number, by JSON Schema's keywords
+    pattern: str | None = None  # of a text
+
+
+# --- reading ------------------------------------------------------------
+
+
+def read_shape(given: object) -> Shape:
+    """Read a shape from its short description: the name of a type, or a mapping.
+
+    A mapping with `array` is an array: the shape of its items, and `length`, `min_length` or `max_length`. One with
+    `enum` has a list of values. One with `object` alone, or with anything else, is an object with exactly these keys.
+
+    Raises:
+        ValueError: the description is malformed; the message says where.
+    """
+    if isinstance(given, str):
+        if given == "any":
+            return Shape()
+        if given not in KINDS:
+            raise ValueError(f"{given!r} is no type; choose from {', '.join(KINDS)}, any")
+        return Shape(kinds=(given,))
+    if not isinstance(given, Mapping):
+        raise ValueError(f"a type is a name or an object, not {given!r}")
+    given = {name: value for name, value in given.items() if value is not None}  # Arrow fills in keys of other rows
+    if "array" in given and set(given) <= {"array", "length", "min_length", "max_length"}:
+        exact = given.get("length")
+        low, high = given.get("min_length", 0), given.get("max_length", math.inf)
+        sizes = (exact, exact) if exact is not None else (low, high)
+        return Shape(kinds=("array",), items=read_shape(given["array"]), sizes=_pair(sizes, given))
+    if set(given) == {"enum"} and isinstance(given["enum"], Sequence) and not isinstance(given["enum"], str):
+        return Shape(enum=_values(given["enum"]))
+    keys = given["object"] if set(given) == {"object"} and isinstance(given["object"], Mapping) else given
+    shapes = {str(name): _below(str(name), value, read_shape) for name, value in keys.items() if value is not None}
+    return Shape(kinds=("object",), keys=shapes, required=frozenset(shapes))
+
+
+def read_schema(schema: object) -> Shape:
+    """Read a shape from a subset of JSON Schema.
+
+    type, enum, const, properties, required, additionalProperties (a boolean), items, minItems, maxItems, minimum,
+    maximum, exclusiveMinimum, exclusiveMaximum, minLength, maxLength and pattern. Keys are exact where the schema does
+    not say otherwise: without `required` every property is required, and without `additionalProperties` there may be
+    no other keys.
+
+    Raises:
+        ValueError: the schema has another keyword, or a malformed one.
+    """
+    if schema is True:
+        return Shape()
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"a schema is an object, not {schema!r}")
+    given = {name: value for name, value in schema.items() if name not in IGNORED and value is not None}
+    kinds = given.pop("type", ANY)
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"type {kind!r} is none of JSON Schema's: {', '.join(KINDS)}")
+    enum = _values([given.pop("const")]) if "const" in given else None
+    enum = _values(given.pop("enum")) if "enum" in given else enum
+    properties = given.pop("properties", None)
+    keys = None if properties is None else {n: _below(n, value, read_schema) for n, value in properties.items()}
+    required = given.pop("required", list(keys or ()))
+    additional = given.pop("additionalProperties", keys is None)
+    if not isinstance(additional, bool):
+        raise ValueError("additionalProperties: only true and false are understood")
+    items = _below("items", given.pop("items"), read_schema) if "items" in given else None
+    names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    limits = {name: float(given.pop(name)) for name in names if name in given}
+    shape = Shape(
+        kinds=kinds,
+        enum=enum,
+        keys=keys if keys is not None or additional else {},
+        required=frozenset(required),
+        closed=not additional,
+        items=items,
+        sizes=_pair((given.pop("minItems", 0), given.pop("maxItems", math.inf)), schema),
+        lengths=_pair((given.pop("minLength", 0), given.pop("maxLength", math.inf)), schema),
+        limits=limits,
+        pattern=given.pop("pattern", None),
+    )
+    if given:
+        raise ValueError(f"the keyword {next(iter(given))!r} of JSON Schema is not understood")
+    if shape.pattern is not None:
+        re.compile(shape.pattern)
+    return shape
+
+
+def _below(name: str, value: object, read: Callable[[object], Shape]) -> Shape:
+    try:
+        return read(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _pair(sizes: tuple[Any, Any], given: object) -> tuple[float, float]:
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int | float) or size < 0:
+            raise ValueError(f"a length is a number from 0, not {size!r}, in {given!r}")
+    return float(sizes[0]), float(sizes[1])
+
+
+def _values(values: Sequence[Any]) -> tuple[Any, ...]:
+    if not values:
+        raise ValueError("enum is empty: no value is right")
+    return tuple(values)
+
+
+# --- checking ------------------------------------------------------------
+
+
+def has_exact_keys(value: object, shape: Shape) -> bool:
+    """Check whether every object has its required keys, and no others where they are closed, at every depth.
+
+    Where an object is wanted and there is none, its keys are missing.
+    """
+    if shape.keys is not None:
+        if not isinstance(value, dict):
+            return "object" not in shape.kinds or (len(shape.kinds) > 1 and fits(value, shape))
+        return _has_these_keys(value, shape, shape.keys) and all(
+            has_exact_keys(value[name], inner) for name, inner in shape.keys.items() if name in value
+        )
+    if shape.items is not None and isinstance(value, list):
+        return all(has_exact_keys(item, shape.items) for item in value)
+    return True
+
+
+def _has_these_keys(value: Mapping[str, Any], shape: Shape, keys: Mapping[str, Shape]) -> bool:
+    return value.keys() >= shape.required and not (shape.closed and value.keys() - keys.keys())
+
+
+def fits_kind(value: object, shape: Shape) -> bool:
+    """Check whether a value is of a type that the shape allows."""
+    return any(KINDS[kind](value) for kind in shape.kinds)
+
+
+def fits(value: object, shape: Shape) -> bool:
+    """Check whether a value is all that the shape says."""
+    if not fits_kind(value, shape):
+        return False
+    if shape.enum is not None and not any(_same(value, allowed) for allowed in shape.enum):
+        return False
+    if isinstance(value, dict) and shape.keys is not None:
+        return _has_these_keys(value, shape, shape.keys) and all(
+            fits(value[name], inner) for name, inner in shape.keys.items() if name in value
+        )
+    if isinstance(value, list):
+        sized = shape.sizes[0] <= len(value) <= shape.sizes[1]
+        return sized and (shape.items is None or all(fits(item, shape.items) for item in value))
+    if isinstance(value, str):
+        sized = shape.lengths[0] <= len(value) <= shape.lengths[1]
+        return sized and (shape.pattern is None or re.search(shape.pattern, value) is not None)
+    return isinstance(value, bool) or not isinstance(value, int | float) or _within(value, shape.limits)
+
+
+def share_of_types(value: object, shape: Shape) -> float:
+    """Compute the share of what is right, from 0 to 1.
+
+    Of an object it is the mean over the keys that the shape names, 0 for one that is missing. Of an array whose length
+    is limited it is the mean over the items and the length, 0 for an item that is missing; without limits that over
+    the items. Of anything else it is 1 if it fits, else 0.
+    """
+    if shape.keys and isinstance(value, dict) and "object" in shape.kinds:
+        named = [name for name in shape.keys if name in shape.required or name in value]
+        shares = [share_of_types(value[name], shape.keys[name]) if name in value else 0.0 for name in named]
+        return sum(shares) / len(shares) if shares else 1.0
+    if shape.items is not None and isinstance(value, list) and "array" in shape.kinds:
+        low, high = shape.sizes
+        limited = (low, high) != (0.0, math.inf)
+        missing = max(int(low) - len(value), 0)
+        shares = [share_of_types(item, shape.items) for item in value] + [0.0] * missing
+        shares += [float(low <= len(value) <= high)] * limited
+        return sum(shares) / len(shares) if shares else 1.0
+    return float(fits(value, shape))
+
+
+def example(shape: Shape) -> Any:
+    """Return a value that fits; one may fail where a text has a pattern, or a number narrow limits."""
+    if shape.enum is not None:
+        return shape.enum[0]
+    if shape.keys is not None and "object" in shape.kinds:
+        return {name: example(shape.keys[name]) for name in shape.keys if name in shape.required}
+    kind = shape.kinds[0]
+    if kind == "array":
+        return [example(shape.items or Shape()) for _ in range(int(shape.sizes[0]))]
+    if kind == "string":
+        text = str(EXAMPLES[kind]).ljust(int(shape.lengths[0]), "x")
+        return text[: int(min(shape.lengths[1], len(text)))]
+    if kind in ("integer", "number") and shape.limits:
+        return _number_within(shape.limits)
+    return EXAMPLES[kind]
+
+
+def _number_within(limits: Mapping[str, float]) -> int:
+    """Return a whole number within the limits, as far as there is one beside them."""
+    lows = [limits[name] for name in ("minimum", "exclusiveMinimum") if name in limits]
+    highs = [limits[name] for name in ("maximum", "exclusiveMaximum") if name in limits]
+    tried = [math.ceil(low) for low in lows] + [math.floor(low) + 1 for low in lows]
+    tried += [math.floor(high) for high in highs] + [math.ceil(high) - 1 for high in highs]
+    return next((value for value in tried if _within(value, limits)), tried[0])
+
+
+def _within(value: int | float, limits: Mapping[str, float]) -> bool:
+    return (
+        value >= limits.get("minimum", -math.inf)
+        and value <= limits.get("maximum", math.inf)
+        and value > limits.get("exclusiveMinimum", -math.inf)
+        and value < limits.get("exclusiveMaximum", math.inf)
+    )
+
+
+def _same(value: object, allowed: object) -> bool:
+    """Compare as JSON does: true is not 1."""
+    return value == allowed and (isinstance(value, bool) == isinstance(allowed, bool))

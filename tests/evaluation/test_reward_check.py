@@ -1,0 +1,141 @@
+"""What reward-check says of rewards with a known hole, and of right ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlhf
+from rlhf.cli import main
+from rlhf.errors import ConfigError, DataError
+from rlhf.evaluation.reward_check import CheckRow, Graded, RewardCheck, check_reward
+
+ROWS = [
+    {"prompt": f"What is {a} + {b}?", "answer": str(a + b), "solution": f"{a} + {b} = {a + b}\n#### {a + b}"}
+    for a, b in [(100, 7), (200, 19), (300, 31), (400, 43), (500, 57), (600, 66)]
+]
+
+
+def checked(score: Callable[[str, Mapping[str, Any]], float | None], **settings: Any) -> RewardCheck:
+    rows = [CheckRow(row["prompt"], row, row["solution"]) for row in ROWS]
+
+    def grade(subset: Sequence[CheckRow], texts: Sequence[str]) -> Graded:
+        return Graded([score(text, row.values) for row, text in zip(subset, texts, strict=True)])
+
+    return check_reward("mine", rows, grade, **settings)
+
+
+def failed(result: RewardCheck) -> list[str]:
+    return [probe.name for probe in result.probes if probe.level == "fail"]
+
+
+def right(text: str, row: Mapping[str, Any]) -> float:
+    return float(text.endswith(f"#### {row['answer']}"))
+
+
+def test_a_right_reward_passes() -> None:
+    result = checked(right, best=1.0)
+    assert failed(result) == []
+    assert result.ok
+    assert [probe.mean for probe in result.probes] == [1, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+    assert {probe.level for probe in result.probes} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    "score, holes",
+    [
+        (lambda text, row: float(row["answer"] in text), ["all answers"]),
+        (lambda text, row: float("####" in text), ["another row's", "all answers"]),
+        (
+            lambda text, row: float(len(text)),
+            ["another row's", "10,000 words", "all answers", "a plea", "right, padded"],
+        ),
+        (lambda text, row: float(row["answer"] in text or not text.strip()), ["empty", "white space", "all answers"]),
+        (lambda text, row: float(row["prompt"][:8] in text or right(text, row)), ["the prompt"]),
+        (lambda text, row: float(right(text, row) or "don't know" in text), ["I don't know"]),
+        (lambda text, row: float(right(text, row) or "best score" in text), ["a plea"]),
+        (lambda text, row: 0.5 * right(text, row), ["right"]),
+        (lambda text, row: None, ["right"]),
+    ],
+)
+def test_holes_are_found(score: Any, holes: list[str]) -> None:
+    result = checked(score, best=None if holes[-1] == "right, padded" else 1.0)
+    assert failed(result) == holes
+    assert not result.ok
+    assert f"fail: {holes[0]}: " in str(result)
+
+
+def test_a_grade_that_changes_and_one_that_fails_are_seen() -> None:
+    calls = iter(range(10**6))
+    assert failed(checked(lambda text, row: right(text, row) + next(calls), best=None))[0] == "right"
+    rows = [CheckRow("p", {}, "a"), CheckRow("q", {}, "b")]
+
+    def grade(subset: Sequence[CheckRow], texts: Sequence[str]) -> Graded:
+        return Graded([float(text == row.reference) for row, text in zip(subset, texts, strict=True)], failed=1)
+
+    result = check_reward("mine", rows, grade)
+    assert {probe.level for probe in result.probes} == {"fail"}
+    assert "fails or takes too long for 1 of 2 right answers" in str(result)
+
+
+def test_partial_credit_for_a_worthless_answer_is_a_warning() -> None:
+    result = checked(lambda text, row: right(text, row) or 0.1 * bool(text.strip()), best=1.0)
+    assert result.ok
+    warned = [probe.name for probe in result.probes if probe.level == "warn"]
+    assert warned == ["I don't know", "10,000 words", "all answers", "a plea"]
+
+
+def test_scores_by_length() -> None:
+    result = checked(lambda text, row: float(len(text)))
+    assert result.length_correlation == pytest.approx(1)
+    assert sum(part.n for part in result.by_length) == 2 * len(ROWS)
+    assert result.by_length[0].low == len(ROWS[0]["solution"])
+    first = [len(row["solution"]) for row in ROWS][:3]
+    assert result.by_length[0].mean == pytest.approx(math.fsum(first) / 3)
+    assert checked(right, best=1.0).length_correlation is None
+
+
+def written(folder: Path) -> str:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(file)
+
+
+def test_the_command_checks_verifiers_functions_and_configurations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = written(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "def grade(completion, row):\n    return float(row['answer'] in completion)\n"
+        "def score(prompts, completions, references):\n    return [float(len(c)) for c in completions]\n"
+    )
+    assert main(["reward-check", "math", "--dataset", data, "announced=true"]) == 0
+    assert "verifier math, 6 rows" in capsys.readouterr().out
+    assert main(["reward-check", "mine.py:grade", "--dataset", data, "--answer", "solution"]) == 1
+    assert "fail: all answers: earns as much as the right answer in 100% of the rows" in capsys.readouterr().out
+    assert main(["reward-check", "mine.py:score", "--dataset", data]) == 1
+    assert "correlation of score and length: 1.00" in capsys.readouterr().out
+    source = "reward.source={type: verifier, name: math, announced: true}"
+    settings = [source, "policy.model=model", "data.prompts.path=rows.jsonl"]
+    assert main(["reward-check", "configs/ppo.yaml", "--dataset", data, "--limit", "3", *settings]) == 0
+    assert "verifier math, 3 rows" in capsys.readouterr().out
+    assert main(["reward-check", "maths", "--dataset", data]) == 2
+    assert main(["reward-check", "math", "--dataset", data, "answers=a"]) == 2
+
+
+def test_from_python() -> None:
+    result = rlhf.reward_check("math", ROWS)
+    assert result.ok
+    rules = {"type": "rules", "rules": [{"type": "length", "max": 5}]}
+    assert not rlhf.reward_check(rules, ROWS).ok
+    assert not rlhf.reward_check(lambda completions: [1.0 for _ in completions], ROWS).ok
+    with pytest.raises(DataError, match="no row has a right answer to score: name its column"):
+        rlhf.reward_check({"type": "rules", "rules": [{"type": "length", "max": 5}]}, [{"prompt": "Hello"}])
+    with pytest.raises(ConfigError, match="no verifier 'math:y'"):
+        rlhf.reward_check({"type": "verifier", "name": "math:y"}, ROWS)

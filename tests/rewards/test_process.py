@@ -1,0 +1,133 @@
+"""Rewards of steps: where they stand, what GAE makes of them, and a model of the hub's form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import make_model, online, ppo_tree, trained
+from tiny_models import EOS, completions_of, tokenizer
+from transformers import LlamaConfig, LlamaForTokenClassification
+
+from rlhf.algo.advantages import gae, token_rewards
+from rlhf.config.load import validate
+from rlhf.errors import ConfigError, ModelError, RewardError
+from rlhf.models.step_model import load_step_model
+from rlhf.rewards.process import FunctionProcess, ModelProcess, ProcessGrader, find_steps
+
+
+def read(ids: Sequence[int]) -> str:
+    """Each id is a piece of text, as a tokenizer's."""
+    return "".join(PIECES[i] for i in ids)
+
+
+PIECES = ["a", "bc", "\n\n", ".\n\n", "\n", "\n\nd", " ", "e"]
+
+
+@pytest.mark.parametrize(
+    "ids, places, steps",
+    [
+        ([0, 1, 2, 7], [1, 3], ["abc", "e"]),
+        ([0, 3, 7, 1], [1, 3], ["a.", "ebc"]),  # a token that ends the step and has the separator
+        ([0, 5, 1], [0, 2], ["a", "dbc"]),  # a token that has the separator and begins a step
+        ([0, 2, 2, 7, 2], [0, 3], ["a", "e"]),  # parts without text are no steps
+        ([0, 4, 4, 1], [0, 3], ["a", "bc"]),  # a separator in two tokens
+        ([0, 6, 2, 7], [0, 3], ["a", "e"]),
+        ([0], [0], ["a"]),
+        ([2], [], []),
+        ([], [], []),
+    ],
+)
+def test_steps_and_their_last_tokens(ids: list[int], places: list[int], steps: list[str]) -> None:
+    assert find_steps(ids, read, "\n\n") == (places, steps)
+
+
+def grader(function: Any, **settings: Any) -> ProcessGrader:
+    section = validate(FunctionProcess, {"type": "function", "target": "mine:grade", "separator": " t9", **settings})
+    return ProcessGrader(section, function, tokenizer())
+
+
+def test_rewards_stand_at_the_last_token_of_each_step() -> None:
+    seen = []
+
+    def grade(prompt: str, steps: list[str], row: Mapping[str, Any]) -> list[float]:
+        seen.append((prompt, steps, row["n"]))
+        return [float(len(step)) for step in steps]
+
+    batch = completions_of([[7], [8]], [[3, 4, 9, 5, EOS], [6, EOS]])
+    batch = replace(batch, references=({"prompt": "asked", "n": 1}, {"n": 2}))
+    rewards = grader(grade, weight=0.5)(batch)
+    assert seen == [("asked", ["t3 t4", "t5"], 1), ("t8", ["t6"], 2)]
+    assert rewards.tolist() == [[0, 2.5, 0, 1, 0], [1, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("grades", [[1.0], [1.0, float("nan")], []])
+def test_a_step_without_a_grade_is_an_error(grades: list[float]) -> None:
+    batch = completions_of([[7]], [[3, 9, 5, EOS]])
+    with pytest.raises(RewardError, match=r"for 2 steps .*give one finite number for each step"):
+        grader(lambda prompt, steps, row: grades)(replace(batch, references=({},)))
+
+
+def test_gae_credits_what_led_to_a_step() -> None:
+    """By hand, γ = λ = 1 and V = 0: a token's advantage is the sum of all rewards from there on, and the score."""
+    mask = torch.tensor([[True, True, True, True, False]])
+    steps = torch.tensor([[0.0, 2.5, 0.0, 1.0, 0.0]])
+    rewards = token_rewards(torch.tensor([10.0]), torch.zeros(1, 5), mask) + torch.where(mask, steps, 0.0)
+    advantages, _ = gae(rewards, torch.zeros(1, 5), mask, gamma=1.0, gae_lambda=1.0)
+    assert advantages.tolist() == [[13.5, 13.5, 11, 11, 0]]
+
+
+STEPS = """
+def grade(prompt, steps, row):
+    return [float(step.split().count("good")) for step in steps]
+"""
+
+
+def test_a_run_is_trained_on_them(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    process = {"type": "function", "target": str(tmp_path / "steps.py") + ":grade", "separator": " red", "weight": 2.0}
+    tree = ppo_tree(tmp_path, reward={"process": process})
+    run = trained(tree, "schedule.steps=1", "algorithm.kl.coef=0", "eval.every=0")
+    row = run.session.recorder.folder.read_metrics()[-1]
+    assert row["process/reward"] > 0
+    assert row["process/steps"] > 0
+    # without KL the rewards of a completion are its score and those of its steps
+    assert row["reward/kl_penalty"] == pytest.approx(-row["process/reward"], abs=1e-5)
+    for preset in ("online_dpo", "rejection_sampling", "dapo"):
+        with pytest.raises(ConfigError, match=r"reward\.process rewards steps, and this algorithm chooses completions"):
+            online(tree, f"algorithm.preset={preset}")
+
+
+def token_classifier(folder: Path) -> LlamaForTokenClassification:
+    make_model(folder)
+    config = LlamaConfig.from_pretrained(folder, num_labels=2)
+    torch.manual_seed(1)
+    model = LlamaForTokenClassification(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def test_a_token_classification_model_grades_steps(tmp_path: Path) -> None:
+    model = token_classifier(tmp_path / "prm")
+    settings = {"type": "model", "path": str(tmp_path / "prm"), "model_separator": "two"}
+    grade = load_step_model(validate(ModelProcess, settings), device=torch.device("cpu"))
+    given = grade("red one", ["good good", "bad"], {})
+    ids = torch.tensor([[1, 6, 8, 4, 4, 9, 5, 9]])  # <bos> red one | good good two | bad two
+    expected = model(input_ids=ids).logits.softmax(dim=2)[0, [5, 7], 1]
+    assert given == pytest.approx(expected.tolist(), abs=1e-6)
+    with pytest.raises(ModelError, match=r"reward.process.label is 2, and the model has 2 classes"):
+        load_step_model(validate(ModelProcess, {**settings, "label": 2}), device=torch.device("cpu"))
+    with pytest.raises(ModelError, match="no token-classification model could be loaded"):
+        load_step_model(validate(ModelProcess, {**settings, "path": str(tmp_path / "no")}), device=torch.device("cpu"))
+
+
+def test_a_run_with_such_a_model(tmp_path: Path) -> None:
+    token_classifier(tmp_path / "prm")
+    process = {"type": "model", "path": str(tmp_path / "prm"), "separator": " red", "model_separator": "two"}
+    run = trained(ppo_tree(tmp_path, reward={"process": process}), "schedule.steps=1", "eval.every=0")
+    row = run.session.recorder.folder.read_metrics()[-1]
+    assert 0 < row["process/reward"] < 7

@@ -1,0 +1,146 @@
+"""The verifier source: names, rows that pick their grader, named rewards, and failures that stop a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import EOS, completions_of, tokenizer
+
+from rlhf.config.load import validate
+from rlhf.errors import ConfigError, RewardError
+from rlhf.rewards.ensemble import normalize_then_sum
+from rlhf.rewards.verifier import VerifierReward, VerifierSource
+from rlhf.training.rollout import part_metrics
+from rlhf.types import Completions
+from rlhf.verifiers.grader import Grader
+
+ANSWERS = [[3, EOS], [4, EOS], [5, EOS], [6, EOS]]  # "t3", "t4", "t5", "t6"
+
+
+def source(**settings: Any) -> VerifierSource:
+    return validate(VerifierSource, {"type": "verifier", "workers": 1, **settings})
+
+
+def batch(rows: Sequence[dict[str, Any]], group_size: int = 1) -> Completions:
+    made = completions_of([[7]] * len(rows), [ANSWERS[i % 4] for i in range(len(rows))])
+    return replace(made, references=tuple({"prompt": "asked", **row} for row in rows), group_size=group_size)
+
+
+def built(*, may_abstain: bool = False, **settings: Any) -> VerifierReward:
+    return VerifierReward(source(**settings), tokenizer(), may_abstain=may_abstain)
+
+
+def written(folder: Path, body: str) -> str:
+    (folder / "mine.py").write_text(f"def grade(completion, row):\n    {body}\n")
+    return f"{folder / 'mine.py'}:grade"
+
+
+def test_a_short_name_stands_for_a_grader() -> None:
+    assert source(name="json", keys="shape").grader.model_dump() == {
+        "type": "json", "keys": "shape", "json_schema": None,
+    }  # fmt: skip
+    assert source(name="my.py:grade").grader.model_dump() == {"type": "function", "target": "my.py:grade", "kwargs": {}}
+    assert source(name="math", timeout_s=2) == source(grader={"type": "math"}, timeout_s=2)
+    for settings, message in (
+        ({"name": "maths"}, "no verifier 'maths'; choose from"),
+        ({}, "name the verifier, as in name: math"),
+        ({"name": "math", "grader": {"type": "math"}}, "name and grader both say what grades"),
+        ({"name": "json", "keyz": "shape"}, "keyz"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            source(**settings)
+
+
+def test_no_setting_of_a_grader_has_the_name_of_one_of_the_source() -> None:
+    ours = {name: set(kind.model_fields) & set(VerifierSource.model_fields) for name, kind in Grader.choices().items()}
+    assert ours == {name: {"type"} for name in ours}
+    assert not any("name" in kind.model_fields for kind in Grader.choices().values())
+
+
+def test_named_rewards_are_weighted_and_logged(tmp_path: Path) -> None:
+    target = written(tmp_path, "return {'a': 1.0, 'b': float(completion.strip()[1:]), 'c': 100}")
+    reward = built(name=target, weights={"b": 0.5, "c": 0})
+    scores = reward(batch([{}] * 4))
+    assert scores.values.tolist() == [1 + 0.5 * b for b in (3, 4, 5, 6)]
+    assert scores.parts["b"].tolist() == [3, 4, 5, 6]
+    assert scores.parts["c"].tolist() == [100] * 4
+    metrics = part_metrics(scores).values()
+    assert metrics["part/b/mean"] == 4.5
+    assert (metrics["verifier/timeout"], metrics["verifier/error"], metrics["verifier/none"]) == (0, 0, 0)
+    assert 0 < metrics["verifier/seconds_p95"] < 1
+    assert "part/verifier/seconds/mean" not in metrics
+
+
+def test_rows_pick_their_grader_and_names_that_do_not_apply_are_left_out() -> None:
+    reward = built(
+        name="regex",
+        pattern="t",
+        graders={"strict": {"type": "regex", "pattern": "t4", "whole": True}},
+        how="weighted_mean",
+    )
+    scores = reward(batch([{}, {"verifier": "strict"}, {"verifier": "strict"}, {"verifier": "choice", "answer": "A"}]))
+    assert scores.values.tolist() == [1, 1, 0, 0]
+    assert scores.parts["regex"].nan_to_num(-1).tolist() == [1, -1, -1, -1]
+    assert scores.parts["strict"].nan_to_num(-1).tolist() == [-1, 1, 0, -1]
+
+
+@pytest.mark.parametrize("name", ["my.py:grade", "function", "os", 3])
+def test_a_row_cannot_name_code_that_the_configuration_does_not(name: object) -> None:
+    with pytest.raises(RewardError, match=r"which is not among reward\.source\.graders"):
+        built(name="regex", pattern="t")(batch([{"verifier": name}]))
+
+
+def test_what_does_not_apply_abstains_in_an_ensemble_and_is_an_error_alone() -> None:
+    rows = [{"pattern": "t3"}, {}]
+    scores = built(name="regex", may_abstain=True)(batch(rows))
+    assert scores.values.nan_to_num(-1).tolist() == [1, -1]
+    assert scores.parts["verifier/none"].tolist() == [0, 1]
+    assert math.isnan(scores.parts["regex"][1])
+
+
+def test_gdpo_standardizes_each_name_within_its_group(tmp_path: Path) -> None:
+    target = written(
+        tmp_path, "n = float(completion.strip()[1:]); return {'a': n > 3, 'b': 100 * n if n < 6 else None}"
+    )
+    scores = built(name=target, how="gdpo")(batch([{}] * 4, group_size=4))
+    named = torch.tensor([[0, 1, 1, 1], [300, 400, 500, math.nan]], dtype=torch.float64)
+    expected = normalize_then_sum(named, torch.ones(2, dtype=torch.float64), 4)
+    assert scores.values.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert source(name="math", how="gdpo").standardizes_in_groups
+
+
+def test_failures_are_scored_and_counted(tmp_path: Path) -> None:
+    body = "n = int(completion.strip()[1:])\n    while n == 3: pass\n    return 1 / (n - 4)"
+    reward = built(name=written(tmp_path, body), timeout_s=0.3, on_timeout=-2)
+    scores = reward(batch([{}] * 4))
+    assert scores.values.tolist() == [-2, -2, 1, 0.5]
+    assert scores.parts["verifier/timeout"].tolist() == [1, 0, 0, 0]
+    assert scores.parts["verifier/error"].tolist() == [0, 1, 0, 0]
+
+
+def test_a_run_stops_if_a_fifth_of_the_gradings_fail(tmp_path: Path) -> None:
+    reward = built(name=written(tmp_path, "return 1 / (int(completion.strip()[1:]) - 4)"))
+    with pytest.raises(
+        RewardError, match=r"failed for 5 of the last 20 .*max_failures=0.2: ZeroDivisionError.*mine.py:2"
+    ):
+        reward(batch([{}] * 20))
+    patient = built(name=written(tmp_path, "return 1 / (int(completion.strip()[1:]) - 4)"), max_failures=0.25)
+    assert patient(batch([{}] * 20)).values.tolist() == [-1, 0, 1, 0.5] * 5
+
+
+@pytest.mark.parametrize("value", ["'one'", "float('nan')", "[1]", "{'a': 'x'}"])
+def test_a_grade_that_is_no_number_is_an_error(tmp_path: Path, value: str) -> None:
+    reward = built(name=written(tmp_path, f"return {value}"))
+    assert reward(batch([{}] * 4)).parts["verifier/error"].tolist() == [1] * 4
+
+
+def test_a_function_that_does_not_take_a_row_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def grade(completion): return 1\n")
+    with pytest.raises(RewardError, match=r"is called with \(completion, row\).*Write grade\(completion, row\)"):
+        source(name=f"{tmp_path / 'mine.py'}:grade").check()

@@ -1,0 +1,51 @@
+"""Runs on mixed data whose rows pick their verifier, or none."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import ppo_tree, trained, write_rows
+
+from rlhf.algo.advantages import fill_missing
+from rlhf.errors import NonFiniteScores
+from rlhf.evaluation.evaluate import filled
+from rlhf.types import Scores
+
+VERIFIER = {
+    "type": "verifier",
+    "name": "regex",
+    "row_pattern": "wanted",
+    "graders": {"words": {"type": "regex", "pattern": "good|bad"}},
+    "workers": 1,
+}
+
+
+def tree(folder: Path, **changes: Any) -> dict[str, Any]:
+    rows: list[dict[str, object]] = []
+    for n in range(8):
+        row = ({"wanted": "good"}, {"verifier": "words"}, {})[n % 3]
+        rows.append({"prompt": f"red {('one', 'two')[n % 2]} {'blue ' * (n // 2)}".strip(), **row})
+    file = write_rows(folder / "mixed.jsonl", rows)
+    return ppo_tree(folder, **changes) | {"reward": {"source": VERIFIER}, "data": {"prompts": {"path": str(file)}}}
+
+
+@pytest.mark.parametrize("preset", ["ppo", "grpo"])
+def test_a_run_on_mixed_data_leaves_out_what_has_no_grade(tmp_path: Path, preset: str) -> None:
+    settings = tree(tmp_path)
+    run = trained(settings, f"algorithm.preset={preset}", "schedule.steps=2")
+    rows = run.session.recorder.folder.read_metrics()
+    assert all(0 < row["verifier/none"] < 1 for row in rows)
+    assert all(math.isfinite(row["score/mean"]) and 0 <= row["score/mean"] <= 1 for row in rows)
+    assert {"part/regex/mean", "part/words/mean", "verifier/timeout", "verifier/seconds_p95"} <= set(rows[-1])
+
+
+def test_a_missing_score_does_not_move_the_mean_of_an_evaluation() -> None:
+    values = torch.tensor([1.0, math.nan, 3.0])
+    assert filled(Scores(values=values, parts={})).values.tolist() == [1, 2, 3]
+    assert fill_missing(torch.tensor([1.0, math.nan, math.nan, math.nan]), 2).nan_to_num(-1).tolist() == [1, 1, -1, -1]
+    with pytest.raises(NonFiniteScores, match="no verifier applies to any held-out completion"):
+        filled(Scores(values=torch.full((2,), math.nan), parts={}))

@@ -1,0 +1,198 @@
+"""Programs in the two sandboxes: right ones pass, wrong ones fail, and none gets out."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sandboxes import ESCAPES, NO_MONTY, RIGHT, bubblewrap_or_skip
+
+from rlhf.config.load import validate
+from rlhf.errors import ConfigError
+from rlhf.verifiers import code
+from rlhf.verifiers.code import CodeGrader, extract_program, make_tests
+from rlhf.verifiers.sandbox import BubblewrapSandbox, Limits, MontySandbox, no_new_processes
+
+TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
+LIMITS = Limits(1.0, 256)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def box(kind: str) -> Any:
+    if kind == "bubblewrap":
+        bubblewrap_or_skip()
+        return BubblewrapSandbox(LIMITS)
+    pytest.importorskip("pydantic_monty")
+    return MontySandbox(LIMITS)
+
+
+BOXES = pytest.mark.parametrize("kind", ["monty", "bubblewrap"])
+
+
+@BOXES
+def test_right_programs_pass_and_wrong_ones_fail(kind: str) -> None:
+    sandbox = box(kind)
+    assert sandbox.run(RIGHT, make_tests(TESTS, None)) == "passed"
+    assert sandbox.run("print('f' * 10**6)\n" + RIGHT, make_tests(TESTS, None)) == "passed"
+    for wrong in ("def f(x):\n    return None", "def f(x):\n    return 2", "f = 3", "", "x ==== 1", "def f(x): pass"):
+        assert sandbox.run(wrong, make_tests(TESTS, None)) == "failed", wrong
+    assert sandbox.run("def f(x):\n    while True: pass", make_tests(TESTS, None)) == "timeout"
+
+
+@BOXES
+@pytest.mark.parametrize("name", ESCAPES)
+def test_a_program_does_not_get_out(kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = box(kind)
+    monkeypatch.setenv("RLHF_SECRET", "secret")
+    (tmp_path / "secret").write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        places = {
+            "PORT": str(server.getsockname()[1]),
+            "SECRET": str(tmp_path / "secret"),
+            "TARGET": str(tmp_path / "out"),
+            "FOLDER": str(tmp_path),
+            "PARENT": str(os.getpid()),
+        }
+        program = ESCAPES[name]
+        for place, value in places.items():
+            program = program.replace(place, value)
+        before = {child.pid for child in psutil.Process().children(recursive=True)}
+        state = sandbox.run(f"{program}\n{RIGHT}", make_tests(TESTS, None))
+        assert state != "passed"
+        assert state in (("timeout", "failed") if kind == "bubblewrap" else ("timeout", "failed", "unsupported"))
+        server.settimeout(0.0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert (tmp_path / "secret").read_text() == "secret"
+    assert not (tmp_path / "out").exists()
+    assert not Path("/tmp/big").exists()
+    assert not Path(os.__file__).read_text().endswith("#")
+    if kind == "bubblewrap":
+        assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_program_cannot_read_the_secret_of_the_tests() -> None:
+    sandbox = box("bubblewrap")
+    look = "import sys, gc\nseen = [*gc.get_objects(), sys._getframe(0).f_locals, sys._getframe(1).f_locals]\n"
+    program = f"{look}assert not any('_'.join(['secret', '']) in str(x) for x in seen)\n{RIGHT}"
+    assert sandbox.run(program, make_tests(TESTS, None)) == "passed"  # while it runs, the secret is not there yet
+    close = "    try:\n        os.close(fd)\n    except OSError:\n        pass\n"
+    peek = f"import os\nfor fd in range(3, 64):\n{close}{RIGHT}"
+    assert sandbox.run(peek, make_tests(TESTS, None)) == "failed"  # without the way back there is no success
+
+
+@BOXES
+def test_made_programs_by_the_grader(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    box(kind)
+    grader = validate(CodeGrader, {"type": "code", "sandbox": kind, "entry_point": "entry", "prefix": "prompt"})
+    grade = grader.start()
+    row = {
+        "prompt": 'def plus(x: int) -> int:\n    """Add one.\n\n    >>> plus(1)\n    2\n    """\n',
+        "entry": "plus",
+        "tests": "def check(candidate):\n    text = '''\na'''\n    assert candidate(1) == len(text)\n",
+        "solution": "def plus(x):\n    return x + 1",
+    }
+    assert grade("    return x + 1\n", row) == {"code": 1, "timed_out": 0, "unsupported": 0}
+    assert grade(grader.reference(row) or "", row) == {"code": 1, "timed_out": 0, "unsupported": 0}
+    assert grade("Sure:\n```python\ndef plus(x):\n    return 3\n```\n", row) == {
+        "code": 0, "timed_out": 0, "unsupported": 0,
+    }  # fmt: skip
+    assert grade("", {}) is None
+
+
+@NO_MONTY
+def test_what_monty_lacks_goes_to_bubblewrap_or_is_counted() -> None:
+    program, row = "import string\ndef f(x):\n    return x + 1", {"tests": TESTS}
+    alone = validate(CodeGrader, {"type": "code", "sandbox": "monty"}).start()
+    assert alone(program, row) == {"code": 0, "timed_out": 0, "unsupported": 1}
+    bubblewrap_or_skip()
+    assert validate(CodeGrader, {"type": "code"}).start()(program, row) == {"code": 1, "timed_out": 0, "unsupported": 0}
+
+
+class Slow:
+    """A sandbox in which everything takes too long."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+
+    def run(self, program: str, tests: Any) -> str:
+        return "timeout"
+
+
+def test_what_monty_is_too_slow_for_goes_to_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    bubblewrap_or_skip()
+    monkeypatch.setattr(code, "has_monty", lambda: True)
+    monkeypatch.setattr(code, "MontySandbox", Slow)
+    grade = validate(CodeGrader, {"type": "code"}).start()
+    assert grade(RIGHT, {"tests": TESTS}) == {"code": 1, "timed_out": 0, "unsupported": 0}
+
+
+def test_without_a_sandbox_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "has_monty", lambda: False)
+    monkeypatch.setattr(code, "why_no_bubblewrap", lambda: "there is no program bwrap")
+    grader = validate(CodeGrader, {"type": "code"})
+    for start in (grader.check, grader.start):
+        with pytest.raises(ConfigError, match=r"there is no sandbox.*monty is not installed.*no program bwrap"):
+            start()
+
+
+@pytest.mark.parametrize(
+    "completion, program",
+    [
+        ("x = 1", "x = 1"),
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("First\n```py\nx = 1\n```\nbetter:\n```\nx = 2\n```\ndone", "x = 2\n"),
+        ("```python\nx = 1\n", "x = 1\n"),
+    ],
+)
+def test_the_program_of_a_completion(completion: str, program: str) -> None:
+    assert extract_program(completion) == program
+
+
+def test_tests_that_test_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="no assert: every program would pass"):
+        make_tests("print(f(1))", None)
+    with pytest.raises(ValueError, match="no Python code"):
+        make_tests("assert f(1) = 2", None)
+    first, second = make_tests(TESTS, None), make_tests(TESTS, None)
+    assert first.secret != second.secret
+    assert first.definition.count("assert") == 2
+
+
+def test_the_filter_of_system_calls_is_what_it_says() -> None:
+    """Run the filter by hand: threads are allowed, and processes, another ABI and another machine are not."""
+    x86 = 0xC000003E
+    filtered = no_new_processes("x86_64")
+    assert (verdict(filtered, x86, 0), verdict(filtered, x86, 59)) == ("allow", "allow")  # read, execve
+    assert {verdict(filtered, x86, number) for number in (57, 58, 322, 101, 272, 308, 425)} == {"EPERM"}
+    assert verdict(filtered, x86, 435) == "ENOSYS"  # clone3: the library then calls clone
+    assert verdict(filtered, x86, 56, 0x3D0F00) == "allow"  # a thread
+    assert verdict(filtered, x86, 56, 0x1200011) == "EPERM"  # fork of the C library
+    assert verdict(filtered, x86, 0x40000000) == "EPERM"
+    assert verdict(filtered, 0x40000003, 0) == "kill"
+    arm = no_new_processes("aarch64")
+    assert verdict(arm, 0xC00000B7, 220, 17) == "EPERM"
+    assert verdict(arm, 0xC00000B7, 63) == "allow"
+
+
+def verdict(filtered: bytes, audit: int, number: int, first: int = 0) -> str:
+    lines = [filtered[i : i + 8] for i in range(0, len(filtered), 8)]
+    words = {0: number, 4: audit, 16: first}
+    at, value = 0, 0
+    while True:
+        code, yes, no = int.from_bytes(lines[at][:2], sys.byteorder), lines[at][2], lines[at][3]
+        operand = int.from_bytes(lines[at][4:], sys.byteorder)
+        at += 1
+        match code:
+            case 0x20:
+                value = words[operand]
+            case 0x06:
+                return {0x7FFF0000: "allow", 0x80000000: "kill", 0x50001: "EPERM", 0x50026: "ENOSYS"}[operand]
+            case _:
+                holds = {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}[code]
+                at += yes if holds else no

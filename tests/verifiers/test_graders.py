@@ -1,0 +1,162 @@
+"""The small graders: math, choice, regex, ifeval, and what each makes of cheats."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.config.load import validate
+from rlhf.constraints.reward import read_constraints, verify
+from rlhf.errors import ConfigError, RewardError
+from rlhf.verifiers import mathematics
+from rlhf.verifiers.choice import ChoiceGrader, chosen_letter
+from rlhf.verifiers.grader import Grader, checked_grade, settings_of
+from rlhf.verifiers.ifeval import IfevalGrader
+from rlhf.verifiers.mathematics import SELF_TEST, MathGrader, expected_number
+from rlhf.verifiers.numeric_answers import expected_answer
+from rlhf.verifiers.reasoning_gym import ReasoningGymGrader
+from rlhf.verifiers.regex import RegexGrader
+
+
+@pytest.mark.parametrize(
+    "gold, number",
+    [
+        ("42", 42), ("$42", 42), ("1,000", 1000), ("1/2", 0.5), ("So 3 + 4 = 7\n#### 7", 7), ("\\boxed{7}", 7),
+        ("5 %", 5), ("-3", -3), ("x^2", None), ("(1, 2)", None), ("Paris", None), ("3 apples", None),
+        ("\\boxed{x + 1}", None), ("", None),
+    ],
+)  # fmt: skip
+def test_which_answers_are_numbers(gold: str, number: float | None) -> None:
+    value = expected_number(gold)
+    assert (None if value is None else float(value)) == number
+
+
+def test_math_by_our_own_parser() -> None:
+    grade = validate(MathGrader, {"type": "math", "symbolic": "off"}).start()
+    assert grade("It is 3 + 4 = 7.", {"answer": "7"}) == 1
+    assert grade("It is 8.", {"answer": 7}) == 0
+    assert grade("7 or 8? \\boxed{8}", {"answer": 7}) == 0
+    assert grade("", {"answer": "7"}) == 0
+    assert grade("7", {}) is None
+    assert grade("x + 1", {"answer": "x + 1"}) is None  # not without math-verify
+    announced = validate(MathGrader, {"type": "math", "symbolic": "off", "announced": True}).start()
+    assert announced("1 2 3 4 5 6 7", {"answer": "7"}) == 0
+    assert announced("The answer is 7.", {"answer": "7"}) == 1
+
+
+def test_a_verifier_that_mixes_up_gold_and_prediction_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(SELF_TEST) == 20
+    monkeypatch.setattr(mathematics, "final_answer", lambda text: None)
+    with pytest.raises(RewardError, match="the math verifier fails its self test"):
+        validate(MathGrader, {"type": "math", "symbolic": "off"}).start()
+
+
+def test_symbolic_answers_by_math_verify() -> None:
+    pytest.importorskip("math_verify")
+    grade = validate(MathGrader, {"type": "math", "symbolic": "on"}).start()
+    assert grade("\\boxed{(x+1)(x-1)}", {"answer": "x^2-1"}) == 1
+    assert grade("\\boxed{x+1}", {"answer": "x^2-1"}) == 0
+    assert grade("I don't know.", {"answer": "x^2-1"}) == 0
+
+
+def test_math_verify_that_is_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mathematics, "_has_math_verify", lambda: False)
+    with pytest.raises(ConfigError, match=r"symbolic=on needs the package math-verify: .*\[math\]"):
+        validate(MathGrader, {"type": "math", "symbolic": "on"}).check()
+
+
+def test_gsm8k_references_are_graded_right(shared: Path) -> None:
+    """Of graded solutions of GSM8K: each reference is right for its row, and the one of another row is not."""
+    with gzip.open(shared / "data" / "gsm8k" / "test.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    solutions = [str(row.get("answer")) for row in rows]
+    grade = validate(MathGrader, {"type": "math", "symbolic": "off"}).start()
+    assert [grade(text, {"answer": text}) for text in solutions] == [1.0] * len(rows)
+    other = solutions[1:] + solutions[:1]
+    expected = [float(expected_answer(a) == expected_answer(b)) for a, b in zip(solutions, other, strict=True)]
+    assert [grade(text, {"answer": gold}) for gold, text in zip(solutions, other, strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    "text, letter",
+    [
+        ("The answer is B.", "B"), ("Answer: (C)", "C"), ("**Answer:** B", "B"), ("\\boxed{D}", "D"), ("B", "B"),
+        ("(b)", None), ("B) Paris", "B"), ("B. Paris is in France", "B"), ("Let me see.\nB", "B"),
+        ("The answer is A.\nNo: the answer is C.", "C"), ("The answer is A. The answer is B.", None),
+        ("A cat sat", None), ("I am sure", None), ("", None), ("ABCD", None), ("A B C D", None),
+    ],
+)  # fmt: skip
+def test_the_letter_of_an_answer(text: str, letter: str | None) -> None:
+    assert chosen_letter(text, "ABCD") == letter
+
+
+def test_choice() -> None:
+    grade = validate(ChoiceGrader, {"type": "choice", "answer": "label"}).start()
+    assert [grade("B", {"label": label}) for label in ("B", "b", "(B)", 1, 0)] == [1, 1, 1, 1, 0]
+    assert grade("B", {}) is None
+    with pytest.raises(ValueError, match="which is none of the letters"):
+        grade("B", {"label": "Paris"})
+
+
+def test_regex() -> None:
+    grade = validate(RegexGrader, {"type": "regex", "pattern": r"<a>(\w+)</a>", "answer": "gold"}).start()
+    assert grade("<a>x</a> <a>y</a>", {"gold": "y"}) == 1
+    assert grade("<a>x</a> <a>y</a>", {"gold": "x"}) == 0
+    assert grade("y", {"gold": "y"}) == 0
+    assert grade("<a>x</a>", {}) is None
+    whole = validate(RegexGrader, {"type": "regex", "pattern": "ya*", "whole": True}).start()
+    assert (whole(" yaa\n", {}), whole("yaa.", {})) == (1, 0)
+    with pytest.raises(ConfigError, match="is not a regular expression"):
+        validate(RegexGrader, {"type": "regex", "pattern": "("})
+    with pytest.raises(ConfigError, match="pattern has no group"):
+        validate(RegexGrader, {"type": "regex", "pattern": "a", "answer": "gold"})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no commas here", "one, two", "Title\nno commas\nend", "*no commas*, ever", "word " * 200]
+)
+def test_ifeval_verdicts_are_those_of_the_suite(text: str) -> None:
+    row: dict[str, Any] = {
+        "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+        "kwargs": [{}, {"relation": "at least", "num_words": 3}],
+    }
+    verdict = verify(read_constraints(row), text)
+    for loose, met in ((False, verdict.strict), (True, verdict.loose)):
+        share = validate(IfevalGrader, {"type": "ifeval", "loose": loose}).start()
+        every = validate(IfevalGrader, {"type": "ifeval", "loose": loose, "all": True}).start()
+        assert share(text, row) == sum(met) / 2
+        assert every(text, row) == float(all(met))
+        assert share(text, {}) is None
+
+
+def test_names() -> None:
+    assert settings_of("reasoning_gym:leg_counting") == {"type": "reasoning_gym", "task": "leg_counting"}
+    assert settings_of("a/b.py:grade") == {"type": "function", "target": "a/b.py:grade"}
+    for name in ("maths", "math:x", "reasoning_gym:", ":grade", "x.py:"):
+        with pytest.raises(ValueError, match="no verifier"):
+            settings_of(name)
+    assert {"math", "choice", "json", "regex", "ifeval", "code", "reasoning_gym", "function"} <= set(Grader.choices())
+
+
+@pytest.mark.parametrize(
+    "grade, checked", [(True, 1.0), (2, 2.0), (None, None), ({}, None), ({"a": 1, "b": None}, {"a": 1.0})]
+)
+def test_grades(grade: object, checked: object) -> None:
+    assert checked_grade(grade) == checked
+
+
+def test_a_task_of_reasoning_gym() -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    row = dict(gym.create_dataset("leg_counting", size=1, seed=1)[0])
+    grader = validate(ReasoningGymGrader, settings_of("reasoning_gym:leg_counting"))
+    grade = grader.start()
+    assert grade(grader.reference(row) or "", row) == 1
+    assert grade(f"Let me count.\n{row['answer']}", row) == 1
+    assert grade("I don't know.", {**row, "metadata": json.dumps(row["metadata"])}) < 0.1
+    assert grade("1", {"question": "?"}) is None
+    with pytest.raises(ConfigError, match="no task 'leg_countin'; did you mean leg_counting"):
+        validate(ReasoningGymGrader, settings_of("reasoning_gym:leg_countin")).start()
