@@ -113,6 +113,7 @@ class RewardKeys(TypedDict, total=False):
     source: Any
     shaping: ShapingKeys
     watch: Any
+    cost: Any
 
 
 class SamplingKeys(TypedDict, total=False):
@@ -144,6 +145,7 @@ class OnlineKeys(TypedDict, total=False):
     policy_loss: Any
     value_loss: Any
     kl: KlKeys
+    lagrange: Any
     target_kl: float | None
     drop_uniform_groups: bool
     mask_truncated: bool
@@ -271,7 +273,6 @@ class TrainKeywords(TypedDict, total=False):
     schedule: ScheduleKeys
     checkpoint: CheckpointKeys
     logging: LoggingKeys
-    cost: CostKeys
     eval: EvalKeys
     guard: GuardKeys
     plugins: Any

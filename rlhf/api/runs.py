@@ -137,6 +137,7 @@ def train(
     eval_prompts: Rows | None = None,
     eval_preferences: Rows | None = None,
     judge: Reward | None = None,
+    cost: Reward | None = None,
     tokenizer: Any = None,
     advantage: Callable[..., Any] | Section | None = None,
     loss: Callable[..., Any] | Section | None = None,
@@ -165,6 +166,8 @@ def train(
         eval_prompts: held-out prompts.
         eval_preferences: held-out pairs.
         judge: scores the completions of held-out prompts, where it should not be the training reward (eval.source).
+        cost: what completions cost, in the forms of `reward` (reward.cost); the preset "ppo_lag", or the setting
+            algorithm={"lagrange": {...}} of another algorithm, holds its mean at a limit.
         tokenizer: a tokenizer, or the path of one; None: the model's.
         advantage: an advantage of your own: a function (rlhf.algo.functions.AdvantageFunction), or an instance of a
             subclass of Advantage; see `rlhf.check`.
@@ -183,7 +186,7 @@ def train(
     Raises:
         UserError: a setting, a model, the data or the reward is wrong; the message says what to do.
     """
-    given = [preset, algorithm, reward, judge, advantage, loss]
+    given = [preset, algorithm, reward, judge, cost, advantage, loss]
     algorithm = as_settings(_merged(preset, algorithm))
     draft = Draft.begin(train, algorithm, settings, config=config, folder=folder, resume=resume)
     inputs, sections = draft.inputs, draft.sections
@@ -196,6 +199,8 @@ def train(
     sections["data"] |= inputs.data(None, preferences=preferences, eval_preferences=eval_preferences)
     if reward is not None:
         sections["reward"] = {"source": inputs.reward(reward)}
+    if cost is not None:
+        sections["reward"] = {**sections.get("reward", {}), "cost": {"source": inputs.reward(cost, "cost")}}
     if judge is not None:
         sections["eval"] = {"source": inputs.reward(judge, "judge")}
     config_of_run = train_config(with_plugins(draft.tree(), given))

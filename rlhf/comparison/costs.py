@@ -217,5 +217,6 @@ def _sizes(run: OnlineRun | OfflineRun, config: TrainConfig) -> Sizes:
         policy=policy,
         reference=policy if run.models.has_reference else 0,
         critic=count_parameters(run.models.critic),
-        reward=count_source_parameters(run.config.reward.source),
+        reward=count_source_parameters(run.config.reward.source)
+        + (0 if run.config.reward.cost is None else count_source_parameters(run.config.reward.cost.source)),
     )

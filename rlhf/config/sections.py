@@ -389,6 +389,7 @@ class OnlineConfig(TrainSections):
         )
         self.reward.shaping.check_length(self.sampling.max_new_tokens)
         self.reward.check_gdpo(self.algorithm, reward_parts=self.overlap.reward_parts)
+        self.reward.check_cost(self.algorithm)
         return self
 
     @property

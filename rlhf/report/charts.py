@@ -278,6 +278,12 @@ GROUPS = (
         "being gamed.",
     ),
     (
+        "cost",
+        "Cost",
+        "The cost should settle at its limit. A multiplier at its maximum with the cost above the limit says that the "
+        "policy cannot meet it.",
+    ),
+    (
         "kl",
         "Distance from the reference",
         "KL per sequence should settle (at its target, where the coefficient is adaptive), not climb for ever.",
@@ -430,6 +436,9 @@ def _target(record: Record, names: Sequence[str]) -> float | None:
     """Return the configured target of the metrics; None where they have none."""
     if "kl/reference" in names or "eval/kl" in names:
         return record.kl_target()
+    if "cost/mean" in names:
+        limit = record.setting("algorithm", "lagrange", "cost_limit")
+        return float(limit) if isinstance(limit, int | float) else None
     if "kl/old" in names and record.setting("algorithm", "policy_loss", "type") == "penalty":
         target = record.setting("algorithm", "policy_loss", "target")
         return float(target) if isinstance(target, int | float) else None

@@ -155,6 +155,7 @@ class TrainState:
     step: int = 0
     kl_coef: float = 0.0
     penalty_coef: float = 0.0
+    multiplier: float = 0.0  # of algorithm.lagrange
     completions: int = 0  # sampled since the start
     skipped: int = 0  # optimizer steps skipped because of a NaN or Inf
     idle: int = 0  # optimizer steps in which a model was not updated: its gradient was exactly zero
