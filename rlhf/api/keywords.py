@@ -105,6 +105,7 @@ class ShapingKeys(TypedDict, total=False):
     clip: float | None
     overlong_buffer: int
     overlong_penalty: float
+    normalize: Literal["scale", "standardize"] | None
 
 
 class RewardKeys(TypedDict, total=False):
@@ -160,6 +161,7 @@ class OverlapKeys(TypedDict, total=False):
     reward_parts: int
     ahead: bool
     ratio_cap: float
+    trace_cap: float | None
 
 
 class BatchKeys(TypedDict, total=False):

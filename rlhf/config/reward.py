@@ -61,6 +61,11 @@ class RewardConfig(Section):
                 "algorithm.lagrange holds a cost at its limit, and there is none: set reward.cost.source, e.g. "
                 "reward.cost.source.type=model reward.cost.source.path=runs/cost_model"
             )
+        if algorithm.lagrange is not None and self.shaping.normalize is not None:
+            raise ValueError(
+                "reward.shaping.normalize changes the scale that algorithm.lagrange weighs the cost on: remove one of "
+                "the two"
+            )
         if self.cost is None:
             return
         if self.cost.source.standardizes_in_groups:
@@ -83,6 +88,10 @@ class RewardConfig(Section):
             raise ValueError(
                 "reward.source.how is gdpo, which standardizes each source within its group: the advantage must only "
                 "center, algorithm.preset=grpo algorithm.advantage.baseline=centered"
+            )
+        if self.shaping.normalize is not None:
+            raise ValueError(
+                "reward.source.how is gdpo, whose scores are standardized already: set reward.shaping.normalize=null"
             )
         if reward_parts > 1 or algorithm.refill_rounds:
             raise ValueError(

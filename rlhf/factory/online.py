@@ -217,6 +217,7 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
         context.state.kl_coef = config.algorithm.kl.coef
         context.state.penalty_coef = config.algorithm.policy_loss.start_coef
         context.state.multiplier = 0.0 if config.algorithm.lagrange is None else config.algorithm.lagrange.start
+        context.state.score_moments = {}
         context.state.best = None
     return _Models(models, sampler, source, cost, trained, ema, saved)
 

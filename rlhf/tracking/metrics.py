@@ -81,6 +81,10 @@ score/std             | score    | their standard deviation
     chart/score: 4 Spread of scores
 score/raw             | score    | mean score before shaping
     chart/score: 1
+score/running_mean    | score    | mean of all scores of the run so far (reward.shaping.normalize)
+    chart/score: 11 Running normalization
+score/running_std     | score    | their standard deviation, by which the step's scores are divided
+    chart/score: 11
 score/clipped         | share    | completions whose score reward.shaping.clip changed
 score/cut             | share    | completions whose beginning the reward model did not read: longer than its context
 score/disagreement    | score    | mean over completions of the standard deviation over an ensemble's members
@@ -128,6 +132,10 @@ kl/old                | nats     | KL(old policy || policy) per token during the
     chart/updates: 2 KL(old || new)
 kl/old_last           | nats     | KL(old policy || policy) per token on the step's last minibatch; steers ppo_penalty
     chart/updates: 2
+kl/old_kept           | nats     | KL(old policy || policy) per token of the step after backtracking (ppo_penalty)
+    chart/updates: 2
+policy/backtracks     | count    | times that the step was halved (policy_loss.backtrack_above)
+    chart/updates: 15 Steps moved back
 kl/sampler_mismatch   | nats     | mean |sampler's - old log-prob| of the sampled tokens; 0 if the sampler's are used
     better: lower; chart/updates: 5 Sampler against trainer
 policy/first_ratio_deviation | -  | max |ratio - 1| on the first minibatch of the step; 0 up to rounding
@@ -136,6 +144,8 @@ policy/ratio          | -        | mean importance ratio
     chart/updates: 3 Importance ratio
 policy/clip_fraction  | share    | tokens whose gradient the clip stops; in cispo, tokens whose weight it bounds
     chart/updates: 1 Clip fraction
+policy/clip_scale     | -        | factor of the clip range in the step (policy_loss.adapt_to)
+    curve: exact; chart/updates: 14 Factor of the clip range
 policy/outside_clip   | share    | tokens whose ratio is outside the clip range, whatever the sign of the advantage
     chart/updates: 1
 policy/entropy        | nats     | entropy of the next-token distribution, averaged over sampled positions

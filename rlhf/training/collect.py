@@ -26,6 +26,7 @@ from rlhf.training.finish import counts
 from rlhf.training.online_run import OnlineRun
 from rlhf.training.overlap import sample_and_score_in_parts
 from rlhf.training.rollout import Collected, cost_metrics, live_tokens, reward_of
+from rlhf.training.running_scores import normalize_scores
 from rlhf.types import Completions, Prompts, Scores
 
 
@@ -54,6 +55,8 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
         return None
     except RewardError as error:
         raise run.session.save_and_explain(error) from error
+    if run.config.reward.shaping.normalize is not None:
+        collected = normalize_scores(run, collected)
     if run.watch is not None:
         with run.session.recorder.phase("score"):
             collected.metrics.merge(run.watch(collected.completions, collected.scores, step))

@@ -10,6 +10,7 @@ from rlhf.experience import compute_advantages, select_training_rows
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.annotate import annotate
+from rlhf.training.backtracking import Backtracking, start_backtracking
 from rlhf.training.collect import sample_and_score
 from rlhf.training.finish import finish_step
 from rlhf.training.losses import online_losses
@@ -30,7 +31,7 @@ def train(run: OnlineRun) -> None:
         # 3. Annotate: log-probabilities of policy and reference, values of the critic, before any update.
         rollout = annotate(run, collected)  # Rollout [B, T]
         # 4. Compute rewards, advantages and returns.
-        experience = compute_advantages(rollout, run.algorithm, run.coefs, ratio_cap=run.ratio_cap)  # [B, T]
+        experience = compute_advantages(rollout, run.algorithm, run.coefs, **run.stale_caps)  # [B, T]
         metrics = rollout_metrics(experience, collected.scores, run.models, run.algorithm)
         metrics.merge(selection_metrics(experience, run.algorithm))
         metrics.merge(collected.metrics)
@@ -48,12 +49,15 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     """
     batch, record = run.config.batch, UpdateRecord(run)
     training_rows = select_training_rows(experience, run.algorithm)  # rows, or pairs of them
+    backtracking = start_backtracking(run, experience, step)
     losses = online_losses(run.models, run.objective, run.coefs)  # the policy's, then that of a separate critic
     minibatch_size = max(1, -(-len(training_rows) // batch.minibatches))
     for epoch in range(batch.epochs):
         order = row_order(run, len(training_rows), step, epoch)
         for number, indices in enumerate(order.split(minibatch_size) if len(order) else ()):
             minibatch = training_rows.rows(indices.sort().values)  # keeps rows of one prompt together: they share it
+            if isinstance(minibatch, Experience):  # not pairs of completions
+                minibatch = run.algorithm.advantage.of_minibatch(minibatch)
             with weights_cast_once():
                 step_metrics = optimizer_step(  # forward, ratio, loss, backward, clip, step
                     [
@@ -67,5 +71,13 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
                 )
             record.add(step_metrics, minibatch, losses[0])
             if record.should_stop:
-                return record.finish()
-    return record.finish()
+                return finish_update(record, backtracking)
+    return finish_update(record, backtracking)
+
+
+def finish_update(record: UpdateRecord, backtracking: Backtracking | None) -> Metrics:
+    """Return the metrics of an update, after moving the policy back where it went too far."""
+    metrics = record.finish()
+    if backtracking is not None:
+        backtracking.finish(metrics)
+    return metrics

@@ -156,6 +156,7 @@ class TrainState:
     kl_coef: float = 0.0
     penalty_coef: float = 0.0
     multiplier: float = 0.0  # of algorithm.lagrange
+    score_moments: dict[str, float] = field(default_factory=dict)  # of reward.shaping.normalize
     completions: int = 0  # sampled since the start
     skipped: int = 0  # optimizer steps skipped because of a NaN or Inf
     idle: int = 0  # optimizer steps in which a model was not updated: its gradient was exactly zero
