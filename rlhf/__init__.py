@@ -5,6 +5,7 @@ A run passes through these packages, top to bottom; imports point down only:
     cli, commands       the `rlhf` program
     api                 what this package exports: its verbs as Python functions
     comparison          several algorithms on one budget under one judge
+    labelling           completions and a judge to preference pairs
     factory             from a configuration to the objects of a run
     suites, report      benchmarks; the HTML page of a run
     evaluation          trained policies on held-out prompts
@@ -38,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"  # as in pyproject.toml
 
 if TYPE_CHECKING:
+    from rlhf.api.labels import label
     from rlhf.api.runs import CompareResult, RunResult, compare, evaluate, reward_model, sample, sft, train
     from rlhf.exact.check import CheckResult, Finding, check
 
@@ -49,6 +51,7 @@ __all__ = [
     "check",
     "compare",
     "evaluate",
+    "label",
     "reward_model",
     "sample",
     "sft",
@@ -65,5 +68,5 @@ def __getattr__(name: str) -> Any:
     """Import what defines a name when it is first used: it needs torch, which `rlhf --help` and a mistake do not."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    owner = "rlhf.exact.check" if name in ("CheckResult", "Finding", "check") else "rlhf.api.runs"
-    return getattr(importlib.import_module(owner), name)
+    owners = dict.fromkeys(("CheckResult", "Finding", "check"), "rlhf.exact.check") | {"label": "rlhf.api.labels"}
+    return getattr(importlib.import_module(owners.get(name, "rlhf.api.runs")), name)

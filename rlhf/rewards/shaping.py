@@ -36,7 +36,7 @@ class ShapingConfig(Section):
     subtract their mean first (standardize); null: off. Checkpoints contain mean and deviation."""
 
     def normalized(self, values: Float[Tensor, " B"], moments: Moments) -> Float[Tensor, " B"]:
-        """Bring scores onto the scale of all scores so far.
+        """Divide scores by the deviation of all scores so far, after their mean is subtracted if asked.
 
         scale: s / std      standardize: (s - mean) / std
         """
