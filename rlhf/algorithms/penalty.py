@@ -42,6 +42,11 @@ class PenaltyLoss(TokenLoss):
         return self.ratio
 
     @property
+    def drawn_ratios(self) -> tuple[float, float] | None:
+        """Return the ratios around 1 in which most are."""
+        return 0.5, 1.5
+
+    @property
     def coef_metric(self) -> str:
         """Return the metric of the penalty's coefficient."""
         return "kl/penalty_coef"

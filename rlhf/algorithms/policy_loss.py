@@ -141,6 +141,11 @@ class TokenLoss(PolicyLoss):
         """Return whether the entropy is part of the loss."""
         return self.entropy_coef > 0
 
+    @property
+    def drawn_ratios(self) -> tuple[float, float] | None:
+        """Return the range of ratios that the report draws over the loss; None for one that is no function of it."""
+        return None
+
     def per_token(self, tokens: Tokens) -> Surrogate:
         """Compute the loss of every token; what is outside the mask is not used.
 

@@ -112,6 +112,12 @@ class ClipLoss(TokenLoss):
         return self.ratio == "sequence_mean"
 
     @property
+    def drawn_ratios(self) -> tuple[float, float] | None:
+        """Return three clip ranges on either side of 1; None where there is no range."""
+        low, high = max(0.0, 1.0 - 3 * self.clip_eps_low), 1.0 + 3 * self.clip_eps_high
+        return (low, high) if low < high else None
+
+    @property
     def coef_metric(self) -> str:
         """Return the metric of the scale of the clip range, if that is adapted."""
         return "" if self.adapt_to is None else "policy/clip_scale"

@@ -13,7 +13,7 @@ from rlhf.training.annotate import annotate
 from rlhf.training.backtracking import Backtracking, start_backtracking
 from rlhf.training.collect import sample_and_score
 from rlhf.training.finish import finish_step
-from rlhf.training.losses import online_losses
+from rlhf.training.losses import OnlineLoss, SampledPairLoss, online_losses
 from rlhf.training.online_run import OnlineRun, demonstrations, lr_factor_at, row_order, trained_models
 from rlhf.training.rollout import rollout_metrics, selection_metrics
 from rlhf.training.step import LossBatch, optimizer_step
@@ -71,13 +71,18 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
                 )
             record.add(step_metrics, minibatch, losses[0])
             if record.should_stop:
-                return finish_update(record, backtracking)
-    return finish_update(record, backtracking)
+                return finish_update(record, losses[0], backtracking, step)
+    return finish_update(record, losses[0], backtracking, step)
 
 
-def finish_update(record: UpdateRecord, backtracking: Backtracking | None) -> Metrics:
-    """Return the metrics of an update, after moving the policy back where it went too far."""
-    metrics = record.finish()
+def finish_update(
+    record: UpdateRecord, loss: OnlineLoss | SampledPairLoss, backtracking: Backtracking | None, step: int
+) -> Metrics:
+    """Return the metrics of an update, after moving the policy back where it went too far; keep its ratios."""
+    metrics, run = record.finish(), record.run
+    if isinstance(loss, OnlineLoss) and loss.ratios is not None and step % run.config.logging.every == 0:
+        figure = loss.ratios.figure(loss.objective.policy_loss, loss.coefs, run.session.ranks)
+        run.session.recorder.ratios({"step": step, **figure})
     if backtracking is not None:
         backtracking.finish(metrics)
     return metrics

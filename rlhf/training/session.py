@@ -58,6 +58,7 @@ class Recorder:
         self._usd_per_second = None if usd_per_hour is None else usd_per_hour / 3600
         self._usd = 0.0 if usd_per_hour is None else sum(row.get("usd") or 0.0 for row in folder.read_timings())
         self._release = release
+        self._writes = writes
 
         def open_logger(path: Path) -> JsonlLogger | SilentLogger:
             return JsonlLogger(path) if writes else SilentLogger()
@@ -120,6 +121,11 @@ class Recorder:
             self._samples.log(record)
         if records:
             self.trackers.log_samples(self.progress.step, records)
+
+    def ratios(self, figure: Mapping[str, object]) -> None:
+        """Write the ratios of the latest logged step for the report, in place of those before."""
+        if self._writes:
+            self.folder.write_ratios(figure)
 
     def positions(self) -> dict[str, int]:
         """Flush the deterministic files to disk and return their lengths in bytes."""
