@@ -370,7 +370,7 @@ def _add_launch(launch: argparse.ArgumentParser, overrides: dict[str, Any]) -> N
 
 def _train(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_train
-    from rlhf.data.paths import check_files
+    from rlhf.data.paths import check_files, check_targets
     from rlhf.guard.lint import check_settings
     from rlhf.lab.build import resolve_lab_paths
     from rlhf.tracking.same_run import already_complete, check_same_run, finished_step
@@ -380,6 +380,7 @@ def _train(parsed: argparse.Namespace, console: Console) -> None:
         console.print(Text(already_complete(Path(config.run.out_dir), step)), soft_wrap=True)
         return
     check_files(config)
+    check_targets(config)
     check_settings(config)
 
     from rlhf.api.training import run_train
@@ -389,7 +390,7 @@ def _train(parsed: argparse.Namespace, console: Console) -> None:
 
 def _reward(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_reward_model
-    from rlhf.data.paths import check_files
+    from rlhf.data.paths import check_files, check_targets
     from rlhf.guard.lint import check_settings
     from rlhf.lab.build import resolve_lab_paths
     from rlhf.tracking.same_run import already_complete, check_same_run, finished_step
@@ -399,6 +400,7 @@ def _reward(parsed: argparse.Namespace, console: Console) -> None:
         console.print(Text(already_complete(Path(config.run.out_dir), step)), soft_wrap=True)
         return
     check_files(config)
+    check_targets(config)
     check_settings(config)
 
     from rlhf.api.training import run_reward_model

@@ -100,12 +100,14 @@ def _names_of(tree: ast.Module) -> set[str] | None:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 names.add(node.name)
-            case ast.Name(id=found, ctx=ast.Store()):
-                names.add(found)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
             case ast.Import() | ast.ImportFrom():
                 names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
             case ast.Name(id="globals" | "setattr" | "exec" | "vars" | "locals"):
                 return None
+            case _:
+                pass
     return None if {"*", "__getattr__"} & names else names
 
 

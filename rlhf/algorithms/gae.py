@@ -51,11 +51,13 @@ class Gae(Advantage):
             high=1.0,
             rule="gae-lambda",
             reason="A small λ relies on the critic more than on the score, and the critic is poor early in training.",
-            source="Schulman et al. 2016, sec. 6: 0.92 to 0.99; Huang et al. 2024 (N+): 0.95",
-            fix="algorithm.advantage.gae_lambda=0.95, or 1",
+            source="Schulman et al. 2016, sec. 6: 0.92 to 0.99; Huang et al. 2024 (N+): 0.95; Hu et al. 2025 (Open "
+            "Reasoner Zero): 1",
+            fix="algorithm.advantage.gae_lambda=1, or 0.95",
         ),
-    ] = 0.95
-    """Trades bias against variance: 0 gives the TD error, 1 the reward-to-go minus the value."""
+    ] = 1.0
+    """Trades bias against variance: 0 gives the TD error, 1 the reward-to-go minus the value. Below 1 a score at the
+    end of a long completion reaches its first tokens through the critic alone."""
     whiten: bool = True
     """Scale the advantages to mean 0 and variance 1 over all tokens of the step."""
     whiten_over: Literal["step", "minibatch"] = "step"

@@ -40,7 +40,7 @@ from rlhf.config.load import (
 from rlhf.config.presets import get_setting
 from rlhf.config.run import ALGORITHM
 from rlhf.config.sections import RewardModelConfig
-from rlhf.data.paths import check_files, resolve_best
+from rlhf.data.paths import check_files, check_targets, resolve_best
 from rlhf.errors import ConfigError, called_from_python
 from rlhf.factory.evaluation import START, PolicyComparison, compare_models, evaluate_suite, load_model_for_suite
 from rlhf.factory.exported import rounded_models
@@ -336,6 +336,7 @@ def _run(config: Any, inputs: Inputs, run: Callable[..., bool], *, on_step: OnSt
         check_same_run(config)
         inputs.write()
         check_files(config)
+        check_targets(config)
         complete = run(config, Console(quiet=quiet), on_step=on_step)
     return RunResult(folder, complete)
 

@@ -160,11 +160,15 @@ class ReferenceConfig(Section):
             )
 
 
+CRITIC_TO_POLICY_LR = 5.0  # a critic's learning rate, where none is set, over the policy's
+
+
 class CriticConfig(OptimizerConfig):
     """The value function: a backbone with a scalar head."""
 
     lr: NonNegative = 5e-6
-    """Peak learning rate; 0 trains nothing (for trial runs)."""
+    """Peak learning rate; 0 trains nothing (for trial runs). Where it is not set, it is five times policy.lr: a new
+    head starts at zero, and has to know the returns long before the policy is done."""
     init: str = "auto"
     """policy: the policy's backbone with a new head; reward: the reward model of reward.source, head included;
     a folder: that reward model; auto: reward if reward.source is a model, otherwise policy."""
@@ -384,6 +388,15 @@ class OnlineConfig(TrainSections):
         is_one_step = self.batch.epochs == self.batch.minibatches == 1
         is_read_before = self.overlap.ahead or self.critic.shared or self.algorithm.reads_old_log_probs_before_update
         return is_asked and is_one_step and not is_read_before
+
+    @model_validator(mode="after")
+    def _scale_critic(self) -> OnlineConfig:
+        """Fill in the critic's learning rate: the section is replaced in place, since every section is frozen."""
+        is_read = self.algorithm.advantage.needs_critic and not self.critic.shared
+        if is_read and "lr" not in self.critic.model_fields_set:
+            lr = float(f"{CRITIC_TO_POLICY_LR * self.policy.lr:.12g}")  # 5e-6 for 1e-6, and not 4.9999999999999996e-06
+            self.__dict__["critic"] = self.critic.model_copy(update={"lr": lr})
+        return self
 
     @model_validator(mode="after")
     def _check_sections(self) -> OnlineConfig:

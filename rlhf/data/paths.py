@@ -95,7 +95,7 @@ def missing(path: str) -> str:
 
 
 def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None = None) -> None:
-    """Check that the files, models and own functions of a configuration exist, and that its folder can be written.
+    """Check that the data files and models of a configuration exist, and that its folder can be written.
 
     Other names than paths are hub ids; the hub is asked for each of them once, with a time limit.
 
@@ -104,7 +104,7 @@ def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None
         lookups: what is known of paths and hub ids already, when several runs are checked; new answers are added.
 
     Raises:
-        ConfigError: run.out_dir cannot be written, or a file of the user's own code lacks a function.
+        ConfigError: run.out_dir cannot be written.
         ModelError: a model is missing; the message has one line per missing path, data files included.
         DataError: only data files are missing.
     """
@@ -117,11 +117,14 @@ def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None
         raise ModelError("\n".join([*models, *data]))
     if data:
         raise DataError("\n".join(data))
-    _check_targets(config)
 
 
-def _check_targets(config: TrainConfig | RewardModelConfig) -> None:
-    """Look for the function of each section that has a `target`: a reward, a loss, an advantage."""
+def check_targets(config: TrainConfig | RewardModelConfig) -> None:
+    """Check that the file of each section's `target` (a reward, a loss, an advantage) defines it; nothing is run.
+
+    Raises:
+        ConfigError: a file is missing, cannot be parsed, or lacks the function.
+    """
     for key, section in walk(config):
         target = getattr(section, "target", None)
         if isinstance(target, str):

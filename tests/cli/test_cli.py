@@ -94,7 +94,7 @@ def test_config_prints_what_it_resolves_to(tmp_path: Path, capsys: pytest.Captur
     resolved = yaml.safe_load(capsys.readouterr().out)
     assert resolved["policy"]["lr"] == 1e-6
     assert resolved["algorithm"]["kl"]["coef"] == 0.3
-    assert resolved["algorithm"]["advantage"]["gae_lambda"] == 0.95
+    assert resolved["algorithm"]["advantage"]["gae_lambda"] == 1.0
 
 
 def test_an_unread_section_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

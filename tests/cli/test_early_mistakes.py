@@ -137,7 +137,7 @@ def test_what_a_script_makes_is_told_with_its_command(tmp_path: Path) -> None:
         assert ending == "code 2 imported"
 
 
-@pytest.mark.parametrize("section", ["reward.source", "algorithm.policy_loss", "algorithm.advantage"])
+@pytest.mark.parametrize("section", ["reward.source", "algorithm.policy_loss"])
 def test_a_function_that_a_file_lacks_is_told_at_once(section: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import torch\ndef score(**columns): ...\n")
     target = f"{tmp_path}/mine.py:scor"

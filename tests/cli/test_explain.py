@@ -27,7 +27,7 @@ def test_a_section_is_explained_with_all_of_its_settings(capsys: pytest.CaptureF
     text = explained(capsys, "algorithm.advantage")
     assert "Schulman et al. 2016" in text
     assert "algorithm.advantage.whiten = true" in text
-    assert "algorithm.advantage.gae_lambda = 0.95" in text
+    assert "algorithm.advantage.gae_lambda = 1.0" in text
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,7 @@ def test_precedence_is_preset_then_file_then_command_line() -> None:
 def test_presets_are_what_they_say() -> None:
     ppo, grpo, penalty = (_online(train_config(base(preset=name))) for name in ("ppo", "grpo", "ppo_penalty"))
     assert isinstance(ppo.advantage, Gae)
-    assert (ppo.advantage.gamma, ppo.advantage.gae_lambda) == (1.0, 0.95)
+    assert (ppo.advantage.gamma, ppo.advantage.gae_lambda) == (1.0, 1.0)
     assert isinstance(grpo.advantage, Group)
     assert grpo.kl.estimator == "k3"
     assert isinstance(penalty.policy_loss, PenaltyLoss)

@@ -21,7 +21,11 @@ from rlhf.tracking.trackers import Trackers
 from rlhf.training.session import TrainState
 
 JUDGE = {"type": "function", "target": f"{Path(__file__).parents[1] / 'runs.py'}:count_words"}
-FIERCE = {"policy": {"lr": 1.0}}  # the policy jumps in the first step
+FIERCE = {
+    "policy": {"lr": 1.0},
+    "critic": {"lr": 5.0e-6},
+    "algorithm": {"advantage": {"gae_lambda": 0.95}},
+}  # the policy jumps
 
 
 def run_of(tree: dict[str, Any], *overrides: str) -> TrainingRun:
