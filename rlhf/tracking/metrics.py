@@ -307,7 +307,7 @@ eval/proxy            | score    | mean score of the trained-on reward on the sa
     chart/score: 3 Held-out score under the trained-on reward; summary: 2;
     compare/curve: 2 Score under the trained-on reward; compare/end: 2 proxy
 eval/cost             | cost     | mean cost of the same completions (reward.cost)
-    better: lower; chart/cost: 1; compare/curve: 6 Cost; compare/end: 9 cost
+    better: lower; chart/cost: 1; compare/curve: 6 Cost
 eval/cost_se          | cost     | its standard error
 eval/kl               | nats     | KL(policy || reference) per sequence on held-out prompts, k1 of the sampled tokens
     chart/kl: 1; summary: 3; compare/curve: 3 KL to the start model; compare/end: 3 KL, nats
