@@ -5,6 +5,7 @@ A run passes through these packages, top to bottom; imports point down only:
     cli, commands       the `rlhf` program
     api                 what this package exports: its verbs as Python functions
     comparison          several algorithms on one budget under one judge
+    labelling           completions and a judge to preference pairs
     factory             from a configuration to the objects of a run
     suites, report      benchmarks; the HTML page of a run
     evaluation          trained policies on held-out prompts
@@ -42,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"  # as in pyproject.toml
 
 if TYPE_CHECKING:
+    from rlhf.api.labels import label
     from rlhf.api.planning import plan
     from rlhf.api.reward_checking import reward_check
     from rlhf.api.runs import CompareResult, RunResult, compare, evaluate, reward_model, sample, sft, train
@@ -55,6 +57,7 @@ __all__ = [
     "check",
     "compare",
     "evaluate",
+    "label",
     "plan",
     "reward_check",
     "reward_model",
@@ -65,6 +68,7 @@ __all__ = [
 
 OWNERS = {
     **dict.fromkeys(("CheckResult", "Finding", "check"), "rlhf.exact.check"),
+    "label": "rlhf.api.labels",
     "plan": "rlhf.api.planning",
     "reward_check": "rlhf.api.reward_checking",
 }

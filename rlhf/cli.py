@@ -34,6 +34,7 @@ rlhf report runs/ppo
 rlhf push   runs/ppo owner/name --dry-run         the model to the hub, with a card; --dry-run prints the card
 rlhf export runs/ppo --gguf ppo.gguf              one file for llama.cpp
 rlhf teach  configs/distill_sft.yaml --out teacher.safetensors      a teacher's probabilities, for offline distillation
+rlhf label  completions.jsonl --judge runs/reward_model       preference pairs from a judge, compared with people's
 rlhf serve-reward runs/reward_model --port 8000   for reward.source.type=remote
 rlhf config configs/ppo.yaml policy.lr=1e-6
 rlhf lint   configs/ppo.yaml batch.epochs=20      unsafe settings, each with its reason, its source and the fix
@@ -53,6 +54,7 @@ TARGETS = {
     "run-folder": "a run folder; RUN@best is the best checkpoint that the run has kept",
     "folder": "the folder of a run or of a comparison",
     "reward": "a verifier (math, json, my_file.py:grade), a reward function or model, or a configuration (YAML)",
+    "completions": "rows with a prompt and completions, or one completion each, or preference pairs (docs/data.md)",
 }
 
 
@@ -329,6 +331,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--max-request-bytes", type=int, default=16 * 2**20, help="refuse larger requests")
     serve.add_argument("--max-batch", type=int, default=64, help="completions to score in one batch (default: 64)")
+    _add_label(
+        verb("label", "write preference pairs or rankings from completions and a judge", "completions"), overrides
+    )
     quickstart = verb(
         "quickstart",
         "run the whole pipeline in the built-in lab: SFT, preference pairs, reward model, PPO, report",
@@ -372,6 +377,19 @@ def _add_reward_check(check: argparse.ArgumentParser) -> None:
     check.add_argument("--answer", metavar="column", help="right answers, as a model should write them")
     check.add_argument("--limit", type=int, default=200, help="use only the first so many rows (default: 200)")
     check.add_argument("--best", type=float, metavar="score", help="what a right answer has to earn (a verifier's: 1)")
+
+
+def _add_label(label: argparse.ArgumentParser, overrides: dict[str, Any]) -> None:
+    """Add the arguments of `rlhf label`."""
+    label.add_argument("overrides", **overrides)
+    label.add_argument(
+        "--judge",
+        metavar="judge",
+        help="a reward model, file.py:function, a reward server, or http://HOST/v1 with judge.chat.model=NAME",
+    )
+    label.add_argument("--out", metavar="file", help="the file to write (default: pairs.jsonl)")
+    label.add_argument("--compare-with", metavar="file", help="pairs that people have labelled, for the agreement")
+    label.add_argument("--again", action="store_true", help="ask about everything again, also what is labelled already")
 
 
 def _add_launch(launch: argparse.ArgumentParser, overrides: dict[str, Any]) -> None:
@@ -633,6 +651,21 @@ def _sample(parsed: argparse.Namespace, console: Console) -> None:
     run_sample(target, parsed.prompt, options, sampling=sampling, console=console)
 
 
+def _label(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.labelling.settings import label_settings
+
+    names = ("judge", "out", "compare_with")
+    config = label_settings(parsed.target, parsed.overrides, **{name: getattr(parsed, name) for name in names})
+
+    from rlhf.labelling.label import label
+
+    def note(text: str) -> None:
+        console.print(Text(text), soft_wrap=True)
+
+    for line in label(config, note=note, resume=not parsed.again).lines():
+        note(line)
+
+
 def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
     try:
         from rlhf.factory.reward_service import ServiceOptions, serve_reward
@@ -678,6 +711,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Console], int | None]] = {
     "chat": _chat,
     "sample": _sample,
     "teach": _teach,
+    "label": _label,
     "serve-reward": _serve_reward,
     "quickstart": _quickstart,
 }

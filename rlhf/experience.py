@@ -15,21 +15,31 @@ from rlhf.types import Experience, Rollout, SampledPairs
 
 
 def compute_advantages(
-    rollout: Rollout, algorithm: Online, coefs: Coefs, *, ratio_cap: float | None = None
+    rollout: Rollout,
+    algorithm: Online,
+    coefs: Coefs,
+    *,
+    ratio_cap: float | None = None,
+    trace_cap: float | None = None,
 ) -> Experience:
     """Compute the rewards, advantages and returns of a whole step, with statistics over all of its rows.
 
     Where `ratio_cap` is given, the completions come from an older policy, and the advantages are weighted by
-    policy_loss.truncated_importance with that cap. Those of rows that were sampled with a hint are weighted as
-    algorithm.rescue says.
+    policy_loss.truncated_importance with that cap; where `trace_cap` is given too, V-trace with these two caps corrects
+    advantages and returns instead. Those of rows that were sampled with a hint are weighted as algorithm.rescue says.
     """
     mask = rollout.action_mask
     penalty = _reward_penalty(rollout, algorithm, coefs)
     rewards = token_rewards(rollout.scores, penalty, mask, rollout.episode_rewards)
     if rollout.process_rewards is not None:
         rewards = rewards + torch.where(mask, rollout.process_rewards, 0.0)
-    advantages, returns = algorithm.advantage.compute(rollout, rewards)
-    if ratio_cap is not None:
+    if ratio_cap is not None and trace_cap is not None:
+        advantages, returns = algorithm.advantage.compute_stale(
+            rollout, rewards, rho_cap=ratio_cap, trace_cap=trace_cap
+        )
+    else:
+        advantages, returns = algorithm.advantage.compute(rollout, rewards)
+    if ratio_cap is not None and trace_cap is None:
         advantages = advantages * truncated_importance(rollout.logprobs, rollout.sampler_logprobs, mask, cap=ratio_cap)
     weights = torch.ones_like(rollout.logprobs)
     if algorithm.rescue is not None:

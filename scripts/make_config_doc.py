@@ -84,6 +84,7 @@ ALGORITHM_PAGES = {
     "sft": ("sft",),
     "dpo": ("dpo", "cdpo", "robust_dpo", "ipo", "ipo_per_token", "hinge", "slic", "simpo", "orpo", "kto"),
     "ppo": ("ppo", "ppo_penalty", "a2c"),
+    "safe_rlhf": ("ppo_lag",),
     "trust_region": ("trpo", "npg"),
     "online_dpo": ("online_dpo",),
     "rejection_sampling": ("rejection_sampling",),

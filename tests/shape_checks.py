@@ -25,7 +25,7 @@ from jaxtyping import AbstractArray, AbstractDtype, jaxtyped
 
 PACKAGES = ("rlhf", "reward_model")
 # modules that import torch for annotations only
-QUICK = ("rlhf.algorithms.", "rlhf.rewards.", "rlhf.suites.", "rlhf.teachers.", "rlhf.user_code")
+QUICK = ("rlhf.algorithms.", "rlhf.labelling.", "rlhf.rewards.", "rlhf.suites.", "rlhf.teachers.", "rlhf.user_code")
 DECORATOR = "decorate_with_checks"  # a global of every module that is checked
 CHECKED_CALLS = 16  # of each function in each test
 

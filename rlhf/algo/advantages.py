@@ -81,6 +81,56 @@ def gae(
     return advantages, torch.where(mask, advantages + live_values, 0.0)
 
 
+def vtrace(
+    rewards: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"],
+    ratios: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    gamma: float,
+    gae_lambda: float,
+    rho_cap: float,
+    trace_cap: float,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Compute V-trace targets and advantages of tokens drawn by an older policy (Espeholt et al. 2018, eq. 1).
+
+        rho_t = min(rho_cap, ratio_t),   c_t = lambda * min(trace_cap, ratio_t),   delta_t = r_t + gamma V_{t+1} - V_t
+        v_t = V_t + rho_t delta_t + gamma c_t (v_{t+1} - V_{t+1})
+        A_t = rho_t (delta_t + gamma * lambda * (v_{t+1} - V_{t+1}))
+
+    rho_cap decides which policy's values v are: those of the policy itself without a cap. trace_cap only bounds their
+    variance. At lambda = 1 A is the paper's rho_t (r_t + gamma v_{t+1} - V_t); where all ratios are 1, A and v are
+    those of `gae`. Masked tokens inside a row are skipped.
+
+    Args:
+        rewards: token rewards.
+        values: V of the state in which each token was chosen.
+        ratios: pi / mu of each token, mu being the policy that drew it.
+        mask: live tokens.
+        gamma: discount.
+        gae_lambda: lambda.
+        rho_cap: rho-bar, at least trace_cap.
+        trace_cap: c-bar.
+
+    Returns:
+        advantages: zero outside the mask.
+        targets: v, the critic's targets; zero outside the mask.
+    """
+    live_values = torch.where(mask, values, 0.0)
+    excess = torch.zeros_like(rewards[:, 0])  # v - V of the next live token
+    next_value = torch.zeros_like(excess)
+    advantages, targets = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    for t in reversed(range(rewards.shape[1])):
+        live, rho, trace = mask[:, t], ratios[:, t].clamp(max=rho_cap), ratios[:, t].clamp(max=trace_cap)
+        delta = rewards[:, t] + gamma * next_value - live_values[:, t]
+        carried = gamma * gae_lambda * excess
+        advantages[:, t] = torch.where(live, rho * (delta + carried), 0.0)
+        excess = torch.where(live, rho * delta + trace * carried, excess)
+        targets[:, t] = torch.where(live, live_values[:, t] + excess, 0.0)
+        next_value = torch.where(live, live_values[:, t], next_value)
+    return advantages, targets
+
+
 def rewards_to_go(rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, gamma: float) -> Float[Tensor, "B T"]:
     """Compute the discounted reward-to-go of every live token.
 

@@ -60,6 +60,9 @@ class Advantage(Choice):
     reads_old_logprobs: ClassVar[bool] = True
     """Whether the log-probabilities of the policy that sampled have to be known before the update."""
 
+    corrects_stale: ClassVar[bool] = False
+    """Whether `compute_stale` corrects for completions of an older policy."""
+
     @property
     def divides_by_spread(self) -> bool:
         """Return whether scores are divided by the standard deviation of their group."""
@@ -88,6 +91,16 @@ class Advantage(Choice):
         The rows of a prompt are consecutive, `rollout.group_size` at a time. A critic learns the returns.
         """
         raise NotImplementedError
+
+    def compute_stale(
+        self, rollout: Rollout, rewards: Float[Tensor, "B T"], *, rho_cap: float, trace_cap: float
+    ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+        """Compute what `compute` does for completions of an older policy, corrected by V-trace."""
+        raise NotImplementedError
+
+    def of_minibatch(self, minibatch: Experience) -> Experience:
+        """Return the rows of an optimizer step, of all ranks, with the advantages that it is to use."""
+        return minibatch
 
     def before_whitening(self, experience: Experience) -> Float[Tensor, "B T"]:
         """Compute the advantages before whitening, for the metrics; zero outside the mask."""

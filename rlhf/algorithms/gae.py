@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from rlhf.algorithms.advantage import Advantage, StepSizes
@@ -38,6 +39,7 @@ class Gae(Advantage):
 
     needs_critic: ClassVar[bool] = True
     reads_old_logprobs: ClassVar[bool] = False
+    corrects_stale: ClassVar[bool] = True
 
     type: Literal["gae"] = "gae"
     gamma: Discount = 1.0
@@ -61,6 +63,8 @@ class Gae(Advantage):
     VAGEN (Wang et al. 2025); 1 carries a reward to earlier turns without loss. null: the same as gae_lambda."""
     whiten: bool = True
     """Scale the advantages to mean 0 and variance 1 over all tokens of the step."""
+    whiten_over: Literal["step", "minibatch"] = "step"
+    """minibatch: whiten over the tokens of each optimizer step instead (Huang et al. 2022, detail 7)."""
     whiten_rewards: bool = False
     """Scale the token rewards to variance 1 over all tokens of the step, keeping their mean."""
 
@@ -83,6 +87,11 @@ class Gae(Advantage):
                 f"whitening over {sizes.completions} completions is noise: use {FEWEST_TO_WHITEN} or more, or "
                 "algorithm.advantage.whiten=false"
             )
+        if self._whitens_minibatches and sizes.completions < FEWEST_TO_WHITEN * sizes.minibatches:
+            raise ValueError(
+                f"whitening over a minibatch of {sizes.completions // sizes.minibatches} completions is noise: use "
+                f"{FEWEST_TO_WHITEN} or more in each, or algorithm.advantage.whiten_over=step"
+            )
 
     def compute(
         self, rollout: Rollout, rewards: Float[Tensor, "B T"]
@@ -104,12 +113,49 @@ class Gae(Advantage):
             turn_lambda=self.turn_lambda,
             final_values=rollout.final_values,
         )
-        return (whiten(advantages, mask) if self.whiten else advantages), returns
+        whitens_step = self.whiten and not self._whitens_minibatches
+        return (whiten(advantages, mask) if whitens_step else advantages), returns
+
+    def compute_stale(
+        self, rollout: Rollout, rewards: Float[Tensor, "B T"], *, rho_cap: float, trace_cap: float
+    ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+        """Compute advantages and targets by rlhf.algo.advantages.vtrace, from the ratios to the policy that sampled."""
+        from rlhf.algo.advantages import vtrace
+        from rlhf.algo.masked import whiten
+        from rlhf.algo.policy_loss import importance_ratio
+
+        mask = rollout.action_mask
+        if self.whiten_rewards:
+            rewards = whiten(rewards, mask, shift_mean=False)
+        advantages, targets = vtrace(
+            rewards,
+            rollout.values,
+            importance_ratio(rollout.logprobs, rollout.sampler_logprobs, mask, "token"),
+            mask,
+            gamma=self.gamma,
+            gae_lambda=self.gae_lambda,
+            rho_cap=rho_cap,
+            trace_cap=trace_cap,
+        )
+        whitens_step = self.whiten and not self._whitens_minibatches
+        return (whiten(advantages, mask) if whitens_step else advantages), targets
+
+    @property
+    def _whitens_minibatches(self) -> bool:
+        return self.whiten and self.whiten_over == "minibatch"
+
+    def of_minibatch(self, minibatch: Experience) -> Experience:
+        """Whiten the advantages over the minibatch's tokens in the loss, if asked."""
+        from rlhf.algo.masked import whiten
+
+        if not self._whitens_minibatches:
+            return minibatch
+        return replace(minibatch, advantages=whiten(minibatch.advantages, minibatch.loss_mask))
 
     def before_whitening(self, experience: Experience) -> Float[Tensor, "B T"]:
         """Compute returns - values, which whitening has scaled; zero outside the mask."""
         import torch
 
-        if not self.whiten:
+        if not self.whiten or self._whitens_minibatches:
             return experience.advantages
         return torch.where(experience.loss_mask, experience.returns - experience.values, 0.0)

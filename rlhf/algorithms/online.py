@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from rlhf.algorithms.advantage import Advantage, StepSizes
 from rlhf.algorithms.kl import Kl
+from rlhf.algorithms.lagrange import Lagrange
 from rlhf.algorithms.policy_loss import PolicyLoss
 from rlhf.algorithms.ppo import ClipLoss
 from rlhf.algorithms.rescue import Rescue
@@ -28,6 +29,8 @@ class Online(Section):
     """The critic's loss; null: no critic."""
     kl: Kl = Kl(placement="none", coef=0.0)
     """The KL penalty against the reference."""
+    lagrange: Lagrange | None = None
+    """A limit on the mean cost of reward.cost, held by a Lagrange multiplier (Safe RLHF); null: none."""
     target_kl: Annotated[
         Positive | None,
         Usual(
@@ -84,6 +87,8 @@ class Online(Section):
                 "policy_loss.type=pair learns from the pairs of advantage.type=best_and_worst: set both or neither"
             )
         self.policy_loss.check(self)
+        if self.lagrange is not None:
+            self.lagrange.check(self)
         return self
 
     @property

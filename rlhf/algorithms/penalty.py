@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from rlhf.algorithms.policy_loss import RatioLevel, Surrogate, TokenLoss, Tokens
 from rlhf.algorithms.ppo import CRITIC
@@ -19,15 +21,20 @@ preset("ppo_penalty", {"algorithm": {**CRITIC, "policy_loss": {"type": "penalty"
 class PenaltyLoss(TokenLoss):
     """The surrogate with an adaptive penalty on KL(old || new) instead of the clip (Schulman et al. 2017, sec. 4)."""
 
-    coef_metric: ClassVar[str] = "kl/penalty_coef"
-
     type: Literal["penalty"] = "penalty"
     ratio: RatioLevel = "token"
     """As in the clipped loss."""
     coef: Positive = 1.0
-    """Initial coefficient of KL(old || new); it may double or halve after each step."""
+    """Initial coefficient of KL(old || new); it may rise or fall by `factor` after each step."""
     target: Positive = 0.01
-    """Target KL(old || new), nats per token; above 1.5 x target the coefficient doubles, below target / 1.5 halves."""
+    """Target KL(old || new), nats per token; above band x target the coefficient rises, below target / band falls."""
+    band: Annotated[float, Field(gt=1)] = 1.5
+    """Width of the band around the target within which the coefficient stays (Heess et al. 2017: 2)."""
+    factor: Annotated[float, Field(gt=1)] = 2.0
+    """Factor of the coefficient outside the band (Heess et al. 2017: 1.5)."""
+    backtrack_above: Positive | None = None
+    """After a step whose KL(old || new) is above this x target, move the policy's weights half of the way back until it
+    is not; costs a pass without gradient in each step. null: never."""
 
     @property
     def ratio_level(self) -> RatioLevel:
@@ -35,9 +42,32 @@ class PenaltyLoss(TokenLoss):
         return self.ratio
 
     @property
+    def drawn_ratios(self) -> tuple[float, float] | None:
+        """Return the ratios around 1 in which most are."""
+        return 0.5, 1.5
+
+    @property
+    def coef_metric(self) -> str:
+        """Return the metric of the penalty's coefficient."""
+        return "kl/penalty_coef"
+
+    @property
     def start_coef(self) -> float:
         """Return the coefficient of the first step."""
         return self.coef
+
+    @property
+    def kl_limit(self) -> float | None:
+        """Return the KL(old || new) above which a step is moved back."""
+        return None if self.backtrack_above is None else self.backtrack_above * self.target
+
+    def check_run(self, *, sharding: str, splits_weights: bool, shares_backbone: bool) -> None:
+        """Check that every rank has whole weights to move back, if steps are."""
+        if self.backtrack_above is not None and splits_weights:
+            raise ValueError(
+                f"policy_loss.backtrack_above moves whole weights back, but sharding is {sharding}: set sharding=ddp, "
+                "or policy_loss.backtrack_above=null"
+            )
 
     def check_sizes(self, sizes: StepSizes, algorithm: online.Online) -> None:
         """Check that a step has a second update, at which KL(old || new) is not 0."""
@@ -57,10 +87,11 @@ class PenaltyLoss(TokenLoss):
     def next_coef(self, coef: float, *, kl: float) -> float:
         """Return the coefficient of the penalty for the next step (Schulman et al. 2017, sec. 4).
 
-        It is halved where KL < target / 1.5 and doubled where KL > target * 1.5; both are in nats per token.
+        It is divided by `factor` where KL < target / band and multiplied by it where KL > target * band; both are in
+        nats per token.
         """
-        if kl < self.target / 1.5:
-            return coef / 2.0
-        if kl > self.target * 1.5:
-            return coef * 2.0
+        if kl < self.target / self.band:
+            return coef / self.factor
+        if kl > self.target * self.band:
+            return coef * self.factor
         return coef

@@ -62,8 +62,11 @@ class PolicyLoss(Choice):
     """Whether the policy takes one step on each batch, which `search` finds, in place of the optimizer's steps."""
     unread_optimizer: ClassVar[str] = "the policy loss searches its step itself"
     """Why the settings of the policy's optimizer are not read where it `searches`."""
-    coef_metric: ClassVar[str] = ""
-    """The metric of the coefficient that `next_coef` moves from step to step; empty: it has none."""
+
+    @property
+    def coef_metric(self) -> str:
+        """Return the metric of the coefficient that `next_coef` moves from step to step; empty: it has none."""
+        return ""
 
     @property
     def pair_loss(self) -> PairLoss | None:
@@ -79,6 +82,11 @@ class PolicyLoss(Choice):
     def has_narrow_clip(self) -> bool:
         """Return whether the clip range is as narrow as rounding errors of log-probabilities in bfloat16."""
         return False
+
+    @property
+    def kl_limit(self) -> float | None:
+        """Return the KL(old || new), nats per token, above which a step is moved back by halves; None: never."""
+        return None
 
     @property
     def start_coef(self) -> float:
@@ -140,6 +148,11 @@ class TokenLoss(PolicyLoss):
     def needs_entropy(self) -> bool:
         """Return whether the entropy is part of the loss."""
         return self.entropy_coef > 0
+
+    @property
+    def drawn_ratios(self) -> tuple[float, float] | None:
+        """Return the range of ratios that the report draws over the loss; None for one that is no function of it."""
+        return None
 
     def per_token(self, tokens: Tokens) -> Surrogate:
         """Compute the loss of every token; what is outside the mask is not used.

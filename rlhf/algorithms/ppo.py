@@ -5,15 +5,21 @@ The file of the critic's advantages is gae.py.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from rlhf.algorithms.policy_loss import RatioLevel, Surrogate, TokenLoss, Tokens
 from rlhf.algorithms.presets import preset
-from rlhf.section import Facts, Fraction, NonNegative, Rule, Usual, Value
+from rlhf.section import Facts, Fraction, NonNegative, Positive, Rule, Usual, Value
+
+if TYPE_CHECKING:
+    from rlhf.algorithms import online
+    from rlhf.algorithms.advantage import StepSizes
 
 CLIP_RANGES = {"token": (0.1, 0.3), "sequence": (0.1, 0.3), "sequence_mean": (1e-4, 1e-2)}
+CLIP_BAND = CLIP_STEP = 1.5  # of the adaptive clip range: around its target KL, and of the range in one step
+LARGEST_CLIP_SCALE = 4.0
 CRITIC: dict[str, Any] = {"advantage": {"type": "gae"}, "value_loss": {}, "kl": {"placement": "reward"}}
 """What every preset with a critic has; Kl has its estimator and coefficient."""
 
@@ -60,6 +66,9 @@ class ClipLoss(TokenLoss):
         ),
     ] = None
     """For A < 0 the objective is bounded below by dual_clip * A (Ye et al. 2020, eq. 5); null: off."""
+    adapt_to: Positive | None = None
+    """Target KL(old || new), nats per token: after a step above 1.5 x this the clip range is divided by 1.5, after one
+    below this / 1.5 multiplied by it, within a quarter and four times its start; null: the range is fixed."""
 
     lint_rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -102,6 +111,42 @@ class ClipLoss(TokenLoss):
         """Return whether the clip range is that of GSPO."""
         return self.ratio == "sequence_mean"
 
+    @property
+    def drawn_ratios(self) -> tuple[float, float] | None:
+        """Return three clip ranges on either side of 1; None where there is no range."""
+        low, high = max(0.0, 1.0 - 3 * self.clip_eps_low), 1.0 + 3 * self.clip_eps_high
+        return (low, high) if low < high else None
+
+    @property
+    def coef_metric(self) -> str:
+        """Return the metric of the scale of the clip range, if that is adapted."""
+        return "" if self.adapt_to is None else "policy/clip_scale"
+
+    @property
+    def start_coef(self) -> float:
+        """Return the scale of the clip range in the first step."""
+        return 0.0 if self.adapt_to is None else 1.0
+
+    def next_coef(self, coef: float, *, kl: float) -> float:
+        """Return the scale of the clip range for the next step.
+
+        The rule of the adaptive penalty (Schulman et al. 2017, sec. 4), here for the clip: divided by 1.5 where
+        KL > target * 1.5, multiplied by 1.5 where KL < target / 1.5, and kept within [1/4, 4].
+        """
+        if self.adapt_to is None:
+            return coef
+        factor = CLIP_STEP if kl < self.adapt_to / CLIP_BAND else 1.0
+        factor = 1 / CLIP_STEP if kl > self.adapt_to * CLIP_BAND else factor
+        return min(max(coef * factor, 1 / LARGEST_CLIP_SCALE), LARGEST_CLIP_SCALE)
+
+    def check_sizes(self, sizes: StepSizes, algorithm: online.Online) -> None:
+        """Check that a step has a second update, at which KL(old || new) is not 0, if that steers the clip range."""
+        if self.adapt_to is not None and sizes.updates < 2:
+            raise ValueError(
+                "policy_loss.adapt_to is steered by KL(old || new), which is 0 at a step's first update: "
+                "set batch.epochs or batch.minibatches to 2 or more"
+            )
+
     def per_token(self, tokens: Tokens) -> Surrogate:
         """Compute PPO's clipped surrogate loss (Schulman et al. 2017, eq. 7; DAPO for low != high).
 
@@ -109,12 +154,14 @@ class ClipLoss(TokenLoss):
 
         With `dual_clip` c > 1 and A < 0 the objective is max(min(...), c * A) (Ye et al. 2020, eq. 5), so that a token
         that became much more likely cannot dominate. The gradient stops in exactly these cases:
-        A > 0 and ratio > 1 + high; A < 0 and ratio < 1 - low; and, with dual clip, A < 0 and ratio > c.
+        A > 0 and ratio > 1 + high; A < 0 and ratio < 1 - low; and, with dual clip, A < 0 and ratio > c. With `adapt_to`
+        low and high are multiplied by the scale of the step.
         """
         import torch
 
         ratio, advantages = tokens.ratio, tokens.advantages
-        low, high = 1.0 - self.clip_eps_low, 1.0 + self.clip_eps_high
+        scale = 1.0 if self.adapt_to is None else tokens.coefs.penalty
+        low, high = 1.0 - min(1.0, scale * self.clip_eps_low), 1.0 + scale * self.clip_eps_high
         clipped_ratio = ratio.clamp(low, high)
         objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
         clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))

@@ -111,6 +111,7 @@ class ShapingKeys(TypedDict, total=False):
     clip: float | None
     overlong_buffer: int
     overlong_penalty: float
+    normalize: Literal["scale", "standardize"] | None
 
 
 class RewardKeys(TypedDict, total=False):
@@ -120,6 +121,7 @@ class RewardKeys(TypedDict, total=False):
     shaping: ShapingKeys
     process: Any
     watch: Any
+    cost: Any
 
 
 class SamplingKeys(TypedDict, total=False):
@@ -152,6 +154,7 @@ class OnlineKeys(TypedDict, total=False):
     policy_loss: Any
     value_loss: Any
     kl: KlKeys
+    lagrange: Any
     target_kl: float | None
     drop_uniform_groups: bool
     mask_truncated: bool
@@ -166,6 +169,7 @@ class OverlapKeys(TypedDict, total=False):
     reward_parts: int
     ahead: bool
     ratio_cap: float
+    trace_cap: float | None
 
 
 class BatchKeys(TypedDict, total=False):
@@ -280,7 +284,6 @@ class TrainKeywords(TypedDict, total=False):
     schedule: ScheduleKeys
     checkpoint: CheckpointKeys
     logging: LoggingKeys
-    cost: CostKeys
     eval: EvalKeys
     guard: GuardKeys
     plugins: Any

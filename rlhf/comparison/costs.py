@@ -222,7 +222,8 @@ def _sizes(run: OnlineRun | OfflineRun, config: TrainConfig) -> Sizes:
         policy=policy,
         reference=_reference_parameters(run.models, policy),
         critic=count_parameters(run.models.critic),
-        reward=count_source_parameters(run.config.reward.source),
+        reward=count_source_parameters(run.config.reward.source)
+        + (0 if run.config.reward.cost is None else count_source_parameters(run.config.reward.cost.source)),
         teacher=0 if run.models.teacher is None else run.models.teacher.parameters,
     )
 

@@ -49,6 +49,8 @@ class Measures:
     distinct_3: float | None = None
     repetition: float | None = None
     entropy: float | None = None
+    cost: float | None = None
+    cost_se: float | None = None
 
     def value(self, name: str) -> float | None:
         """Return the measure of that name."""
@@ -62,7 +64,7 @@ class Measures:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Measures:
         """Build the measures from a record that contains them."""
-        return cls(**{name: record[name] for name in MEASURES})
+        return cls(**{name: record.get(name) for name in MEASURES})  # an older record has fewer
 
     @classmethod
     def of_metrics(cls, metrics: Mapping[str, float | None]) -> Measures:

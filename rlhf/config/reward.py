@@ -30,6 +30,14 @@ class WatchConfig(Section):
     """Steps between two watched steps."""
 
 
+class CostSourceConfig(Section):
+    """What a completion costs, beside what it earns; algorithm.lagrange holds its mean at a limit."""
+
+    source: Annotated[Source, OneOf()]
+    """The source of costs: higher is worse. A source like that of the reward, e.g. a cost model trained by rlhf reward
+    on pairs whose first side is the more harmful one."""
+
+
 class RewardConfig(Section):
     """The source of scores and their shaping."""
 
@@ -41,6 +49,35 @@ class RewardConfig(Section):
     """Rewards of the steps of a completion, besides its score (online; docs/verifiers.md): function or model."""
     watch: WatchConfig | None = None
     """A second judge for monitoring: metrics watch/score, watch/gap, watch/correlation (online)."""
+    cost: CostSourceConfig | None = None
+    """The cost of completions: metrics cost/mean, eval/cost; with algorithm.lagrange its mean is held at a limit
+    (online)."""
+
+    def check_cost(self, algorithm: Online) -> None:
+        """Check that a multiplier has a cost to hold, and that score and cost are numbers of single completions.
+
+        Raises:
+            ValueError: the cost is missing, or one of them is standardized within groups.
+        """
+        if algorithm.lagrange is not None and self.cost is None:
+            raise ValueError(
+                "algorithm.lagrange holds a cost at its limit, and there is none: set reward.cost.source, e.g. "
+                "reward.cost.source.type=model reward.cost.source.path=runs/cost_model"
+            )
+        if algorithm.lagrange is not None and self.shaping.normalize is not None:
+            raise ValueError(
+                "reward.shaping.normalize changes the scale that algorithm.lagrange weighs the cost on: remove one of "
+                "the two"
+            )
+        if self.cost is None:
+            return
+        if self.cost.source.standardizes_in_groups:
+            raise ValueError("reward.cost.source.how is gdpo, which has no mean to limit: set another how")
+        if self.source.standardizes_in_groups and algorithm.lagrange is not None:
+            raise ValueError(
+                "reward.source.how is gdpo, whose scores are advantages, which cannot be weighed against a cost: "
+                "set another how, or remove algorithm.lagrange"
+            )
 
     def check_process(self, algorithm: Online) -> None:
         """Check that rewards of steps meet an algorithm that reads the rewards of tokens.
@@ -68,6 +105,10 @@ class RewardConfig(Section):
             raise ValueError(
                 "reward.source.how is gdpo, which standardizes each source within its group: the advantage must only "
                 "center, algorithm.preset=grpo algorithm.advantage.baseline=centered"
+            )
+        if self.shaping.normalize is not None:
+            raise ValueError(
+                "reward.source.how is gdpo, whose scores are standardized already: set reward.shaping.normalize=null"
             )
         if reward_parts > 1 or algorithm.refill_rounds:
             raise ValueError(

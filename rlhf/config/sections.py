@@ -243,9 +243,14 @@ class OverlapConfig(Section):
     ratio_cap: Positive = 2.0
     """With ahead: each token's advantage is multiplied by pi_old / pi_sampler, truncated at this value (truncated
     importance sampling, Espeholt et al. 2018)."""
+    trace_cap: Positive | None = None
+    """With ahead and a critic: correct advantages and the critic's targets by V-trace, with ratio_cap as rho-bar and
+    this as c-bar (Espeholt et al. 2018: 1 for both); null: off."""
 
     def check_ahead(self, algorithm: Online, old_log_probs: OldLogProbs) -> None:
         """Check that sampling ahead covers all sampling of a step and that importance weights can correct for it."""
+        if self.trace_cap is not None:
+            self._check_trace(algorithm)
         if not self.ahead:
             return
         if algorithm.advantage.chooses_rows or algorithm.advantage.needs_greedy:
@@ -260,6 +265,17 @@ class OverlapConfig(Section):
             raise ValueError("overlap.ahead samples each step as a whole: set overlap.reward_parts=1")
         if old_log_probs == "sampler":
             raise ValueError("overlap.ahead needs the trainer's own log-probabilities: set sampling.old_log_probs=auto")
+
+    def _check_trace(self, algorithm: Online) -> None:
+        if not self.ahead:
+            raise ValueError("overlap.trace_cap corrects completions sampled ahead: set overlap.ahead=true, or null")
+        if not algorithm.advantage.corrects_stale:
+            raise ValueError(
+                "overlap.trace_cap is V-trace, which corrects a critic's targets: it needs advantage.type=gae, and "
+                f"that is {algorithm.advantage.type}. Set overlap.trace_cap=null"
+            )
+        if self.trace_cap is not None and self.trace_cap > self.ratio_cap:
+            raise ValueError("overlap.trace_cap must not be above overlap.ratio_cap, as in V-trace")
 
 
 class BatchConfig(Section):
@@ -498,6 +514,7 @@ class OnlineConfig(TrainSections):
         self.reward.check_process(self.algorithm)
         self.reward.check_gdpo(self.algorithm, reward_parts=self.overlap.reward_parts)
         self._check_episodes()
+        self.reward.check_cost(self.algorithm)
         return self
 
     def _check_episodes(self) -> None:

@@ -18,13 +18,14 @@ import json
 import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Int
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.tokenization_python import PythonBackend, Trie
@@ -317,10 +318,27 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(entries, ensure_ascii=True).encode()).hexdigest()
 
 
+BYTE_END = "<|end of the completion|>"  # ends a completion of the byte tokenizer
+
+
+@cache
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """Return a tokenizer of bytes: what a reward source needs to read texts that no policy wrote.
+
+    No reward model shares its vocabulary, so each reads the texts by its own tokenizer and chat template.
+    """
+    tokens = [BYTE_END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=BYTE_END)
+
+
 __all__ = [
     "Rendered",
     "Template",
     "appended_tokens",
+    "byte_tokenizer",
     "choose_template",
     "load_tokenizer",
     "pad_id",

@@ -43,11 +43,16 @@ class PromptEvaluator:
         *,
         judge: RewardSource,
         proxy: RewardSource | None,
+        cost: RewardSource | None = None,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
-        """Take the held-out prompts; `proxy` is the reward that is trained on, if the judge is another one."""
+        """Take the held-out prompts.
+
+        `proxy` is the reward that is trained on, if the judge is another one; `cost` gives the costs, if the run has
+        a source of them.
+        """
         self.config, self.batches, self.models, self.sampler = config, batches, models, sampler
-        self.judge, self.proxy, self.decode = judge, proxy, decode
+        self.judge, self.proxy, self.cost, self.decode = judge, proxy, cost, decode
         self.key = derive_seed(config.run.seed, "eval")
         self.record: Callable[[list[dict[str, object]]], None] = lambda _: None
         self.passes = AdaptiveMicroBatch(
@@ -69,6 +74,7 @@ class PromptEvaluator:
             self.models,
             self.judge,
             proxy=self.proxy,
+            cost=self.cost,
             key=self.key,
             greedy=self.config.eval.greedy,
             rows_per_pass=self.passes,

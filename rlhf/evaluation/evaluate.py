@@ -55,6 +55,7 @@ def evaluate_policy(
     judge: RewardSource,
     *,
     proxy: RewardSource | None,
+    cost: RewardSource | None = None,
     key: int,
     greedy: bool,
     rows_per_pass: int | AdaptiveMicroBatch,
@@ -69,6 +70,7 @@ def evaluate_policy(
         models: compute log-probabilities under the policy and the reference.
         judge: scores the completions for `eval/score`.
         proxy: the reward that the policy is trained on, where it is not the judge.
+        cost: the source of the costs for `eval/cost`, where the run has one.
         key: the key of the random numbers.
         greedy: also sample and score greedy completions.
         rows_per_pass: rows per forward pass; affects memory only. It is halved on out of memory, as in training.
@@ -87,6 +89,8 @@ def evaluate_policy(
         metrics |= _reference_metrics(rollout, exact_kl)
     if proxy is not None:
         metrics["eval/proxy"] = float(filled(proxy(completions)).values.double().mean())
+    if cost is not None:
+        metrics |= _mean_and_error("eval/cost", cost(completions).values.double())
     if greedy:
         with models.engine.whole(models.policy, models.dtype):
             most_likely = concat([sampler.sample(batch, key=key, group_size=1, greedy=True) for batch in prompts])

@@ -37,7 +37,7 @@ from rlhf.models.export import weights_fingerprint
 from rlhf.models.folders import model_folder
 from rlhf.models.policy_models import Models
 from rlhf.rewards.chat import ChatModel
-from rlhf.rewards.source import Source, Texts, decode
+from rlhf.rewards.source import RewardSource, Source, Texts, decode
 from rlhf.runtime.device import choose_device, fallback_note, usable_dtype
 from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.seeding import derive_seed
@@ -220,6 +220,7 @@ def evaluate_model(
         models,
         build_source(source, tokenizer, engine, leaves_out=True) if source is not None else _zero_scores,
         proxy=None,
+        cost=_build_cost(config, tokenizer, engine),
         key=derive_seed(config.run.seed, "eval"),
         greedy=config.eval.greedy and source is not None,
         rows_per_pass=config.batch.micro_batch_size * NO_GRAD_BATCH_MULTIPLIER,
@@ -245,6 +246,13 @@ def _load_models(
         float32_head=config.policy.head_dtype == "float32",
         engine=engine,
     )
+
+
+def _build_cost(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> RewardSource | None:
+    """Build the source of costs, if the configuration has one."""
+    if config.reward is None or config.reward.cost is None:
+        return None
+    return build_source(config.reward.cost.source, tokenizer, engine)
 
 
 def _zero_scores(completions: Completions) -> Scores:

@@ -27,13 +27,18 @@ def build_evaluator(
     models: Models,
     sampler: Sampler,
     source: RewardSource,
+    *,
+    cost: RewardSource | None = None,
 ) -> PromptEvaluator:
-    """Build the evaluator, with a judge of its own if eval.source is set; else the training reward `source` judges."""
+    """Build the evaluator, with a judge of its own if eval.source is set; else the training reward `source` judges.
+
+    `cost` is the source of costs, if the run has one.
+    """
     judge, proxy = source, None
     if config.eval.source is not None:
         judge, proxy = build_source(config.eval.source, tokenizer, context.engine, leaves_out=True), source
     batches, decode = _held_out_prompts(config, context, tokenizer, models), make_decode(tokenizer)
-    return PromptEvaluator(config, batches, models, sampler, judge=judge, proxy=proxy, decode=decode)
+    return PromptEvaluator(config, batches, models, sampler, judge=judge, proxy=proxy, cost=cost, decode=decode)
 
 
 def build_offline_evaluation(

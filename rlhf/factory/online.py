@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.algorithms.lagrange import Lagrange
 from rlhf.batching import extend
 from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.data.mixture import Stream
@@ -33,6 +34,7 @@ from rlhf.models.export import Origin
 from rlhf.models.policy_models import Ema, Models
 from rlhf.models.saving import save_models
 from rlhf.objective import Objective
+from rlhf.rewards.cost import Combine, CostedReward
 from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.device import choose_precision
@@ -51,7 +53,7 @@ from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER, OnlineRun
 from rlhf.training.overlap import CompletionPrefetcher
 from rlhf.training.prompt_queue import PromptQueue
 from rlhf.training.searched import SearchedModel
-from rlhf.training.session import Session
+from rlhf.training.session import Session, TrainState
 from rlhf.types import Completions, Demonstrations, Prompts
 
 
@@ -142,6 +144,7 @@ class _Models:
     models: Models
     sampler: Sampler
     source: RewardSource
+    cost: RewardSource | None  # of reward.cost
     trained: dict[str, TrainableModel]
     ema: Ema | None
     saved: dict[str, Any] | None  # the trainer state of the checkpoint; None for a new run
@@ -156,7 +159,7 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
     prompts = _load_prompts(config, context, tokenizer, models)
     queue = _build_queue(config, context, prompts, saved)
     ptx = _load_ptx(config, context, tokenizer, models)
-    evaluator = build_evaluator(config, context, tokenizer, models, built.sampler, built.source)
+    evaluator = build_evaluator(config, context, tokenizer, models, built.sampler, built.source, cost=built.cost)
     steps = total_steps(config.schedule, prompts.steps_per_epoch)
     ahead = None
     if config.overlap.ahead:
@@ -206,6 +209,7 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
     if config.environment is not None and config.environment.code_file is not None:
         context.identify("environment.target", content_digest(config.environment.code_file), may_change=True)
     identify_process(config.reward.process, context)
+    cost = _build_cost(config, context, tokenizer)
     sampler = build_sampler(config, models, tokenizer, context.notes.append)
     saved = _load_checkpoint(context, models)
     trained = _build_trained(config, models, context)
@@ -220,8 +224,37 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
     if saved is None or context.is_other_run:
         context.state.kl_coef = config.algorithm.kl.coef
         context.state.penalty_coef = config.algorithm.policy_loss.start_coef
+        context.state.multiplier = 0.0 if config.algorithm.lagrange is None else config.algorithm.lagrange.start
+        context.state.score_moments = {}
         context.state.best = None
-    return _Models(models, sampler, source, trained, ema, saved)
+    return _Models(models, sampler, source, cost, trained, ema, saved)
+
+
+def _build_cost(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> RewardSource | None:
+    """Build the source of costs, whose weights the run records as it does those of the reward; None without one."""
+    if config.reward.cost is None:
+        return None
+    identify_source(config.reward.cost.source, context, "reward.cost.source")
+    return build_source(config.reward.cost.source, tokenizer, context.engine, context.notes.append)
+
+
+def _make_reward(config: OnlineConfig, context: RunContext, built: _Models) -> RewardSource:
+    """Return what is trained on: the shaped scores, combined with the costs if the run limits them."""
+    shaped = ShapedReward(built.source, config.reward.shaping, config.sampling.max_new_tokens)
+    if built.cost is None:
+        return shaped
+    lagrange = config.algorithm.lagrange
+    combine = None if lagrange is None else _combination(lagrange, context.state)
+    return CostedReward(shaped, built.cost, combine)
+
+
+def _combination(lagrange: Lagrange, state: TrainState) -> Combine:
+    """Return what combines score and cost, by the multiplier that the run has at the time of the call."""
+
+    def combine(scores: Tensor, costs: Tensor) -> Tensor:
+        return lagrange.combine(scores, costs, state.multiplier)
+
+    return combine
 
 
 def _make_export(
@@ -252,7 +285,7 @@ def _assemble(
         sampler=built.sampler,
         episodes=built.sampler if isinstance(built.sampler, EpisodeSampler) else None,
         ahead=feed.ahead,
-        reward=ShapedReward(built.source, config.reward.shaping, longest),
+        reward=_make_reward(config, context, built),
         models=built.models,
         policy=built.trained["policy"],
         critic=built.trained.get("critic"),

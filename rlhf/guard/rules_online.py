@@ -86,6 +86,12 @@ def judge_is_reward(config: OnlineConfig, facts: Facts) -> Value | None:
     return judge.type if judge is not None and judge == config.reward.source and judge.is_learned else None
 
 
+def cost_is_reward(config: OnlineConfig, facts: Facts) -> Value | None:
+    """Return the type of a cost that is the reward itself: higher is better for one and worse for the other."""
+    cost = config.reward.cost
+    return cost.source.type if cost is not None and cost.source == config.reward.source else None
+
+
 def best_by_reward(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return what chooses the best checkpoint where that is the learned reward which is being exploited."""
     judge, reward = config.eval.source, config.reward.source
@@ -216,6 +222,16 @@ ONLINE_RULES = (
         reason="If the judge is the trained-on reward, its score rises even if the policy exploits it.",
         source="Gao et al. 2023, sec. 2: proxy and gold",
         fix="another eval.source, or null to report the training reward under its own name",
+    ),
+    Rule(
+        name="cost-is-the-reward",
+        level="error",
+        runs=ONLINE,
+        key="reward.cost.source",
+        violation=cost_is_reward,
+        reason="A cost is worse the higher it is: with the reward as the cost, the multiplier pays for low scores.",
+        source="Dai et al. 2023: reward and cost are models of separate labels",
+        fix="set reward.cost.source to a source of costs",
     ),
     Rule(
         name="best-by-the-trained-reward",

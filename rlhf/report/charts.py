@@ -278,6 +278,12 @@ GROUPS = (
         "being gamed.",
     ),
     (
+        "cost",
+        "Cost",
+        "The cost should settle at its limit. A multiplier at its maximum with the cost above the limit says that the "
+        "policy cannot meet it.",
+    ),
+    (
         "kl",
         "Distance from the reference",
         "KL per sequence should settle (at its target, where the coefficient is adaptive), not climb for ever.",
@@ -373,6 +379,7 @@ def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[ChartG
             drawn.update(present)
             if present:
                 charts.append(_curves_chart(record, present, chart_title, table))
+        charts += ratio_charts(record) if key == "updates" else []
         if charts:
             groups.append(ChartGroup(key, title, hint, charts))
     rest = [n for n in record.series if n not in drawn and not _error_bar_of(n, record) and record.points(n)]
@@ -380,6 +387,24 @@ def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[ChartG
         charts = [_curves_chart(record, [name], name, table) for name in rest]
         groups.append(ChartGroup("other", "Other", "Everything else that the run logged.", charts))
     return groups
+
+
+def ratio_charts(record: Record) -> list[Chart]:
+    """Build the figure of the clip: the ratios of the last step over the objective, for either sign of the advantage.
+
+    Bars are shares of the tokens with that sign; the line is what a ratio gains over ratio 1 for an advantage of 1.
+    """
+    ratios = record.ratios
+    charts = []
+    for name, words in (("positive", "above 0"), ("negative", "below 0")):
+        counts = ratios.get("counts", {}).get(name) or []
+        if total := sum(counts):
+            xs = ratios["ratios"]
+            shares = Series("share of tokens", "s1", xs, [count / total for count in counts], kind="bars")
+            gain = Series("gain of the objective", "s2", xs, ratios["gains"][name])
+            title = f"Ratios of step {ratios['step']}, advantages {words}"
+            charts.append(Chart(f"ratios:{name}", title, Axis("importance ratio"), Axis(), [shares, gain]))
+    return charts
 
 
 def stayed_zero(record: Record) -> list[str]:
@@ -435,6 +460,9 @@ def _target(record: Record, names: Sequence[str]) -> float | None:
     """Return the configured target of the metrics; None where they have none."""
     if "kl/reference" in names or "eval/kl" in names:
         return record.kl_target()
+    if "cost/mean" in names:
+        limit = record.setting("algorithm", "lagrange", "cost_limit")
+        return float(limit) if isinstance(limit, int | float) else None
     if "kl/old" in names and record.setting("algorithm", "policy_loss", "type") == "penalty":
         target = record.setting("algorithm", "policy_loss", "target")
         return float(target) if isinstance(target, int | float) else None

@@ -69,6 +69,7 @@ class Record:
     card: dict[str, Any] = field(default_factory=dict)
     alarms: list[dict[str, Any]] = field(default_factory=list)
     export: ExportRecord | None = None
+    ratios: dict[str, Any] = field(default_factory=dict)  # of the last logged step
 
     @property
     def name(self) -> str:
@@ -128,6 +129,7 @@ class Record:
             notes=before(self.notes),
             card={},
             alarms=before(self.alarms),
+            ratios=self.ratios if self.ratios.get("step", 0) <= step else {},
         )
 
     def kl_target(self) -> float | None:
@@ -210,6 +212,7 @@ def read_record(run_dir: Path) -> Record:
         card=card,
         alarms=folder.read_alarms(),
         export=read_export(run_dir),
+        ratios=folder.read_ratios(),
     )
 
 

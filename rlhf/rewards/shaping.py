@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
+    from rlhf.algo.moments import Moments
     from rlhf.types import Completions, Scores
+
+LEAST_STD = 1e-8  # of the scores so far; equal scores stay finite
 
 
 class ShapingConfig(Section):
@@ -28,6 +31,17 @@ class ShapingConfig(Section):
     """Tokens before max_new_tokens over which a penalty grows from 0 to overlong_penalty (DAPO, eq. 13); 0: off."""
     overlong_penalty: Annotated[float, Ge(0)] = 1.0
     """The penalty at max_new_tokens if overlong_buffer is set."""
+    normalize: Literal["scale", "standardize"] | None = None
+    """Divide the shaped scores of training by the standard deviation of all scores of the run so far (scale), or
+    subtract their mean first (standardize); null: off. Checkpoints contain mean and deviation."""
+
+    def normalized(self, values: Float[Tensor, " B"], moments: Moments) -> Float[Tensor, " B"]:
+        """Divide scores by the deviation of all scores so far, after their mean is subtracted if asked.
+
+        scale: s / std      standardize: (s - mean) / std
+        """
+        shift = moments.mean if self.normalize == "standardize" else 0.0
+        return (values - shift) / max(moments.std, LEAST_STD)
 
     def check_length(self, max_new_tokens: int) -> None:
         """Check that the penalty for overlong completions begins after their first token."""

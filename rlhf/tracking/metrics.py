@@ -75,12 +75,16 @@ def _parse_place(view: str, text: str) -> Place:
 
 # Below a metric: the fields of MetricInfo that it has, and each Place where it is shown as `view: position title`.
 METRICS: dict[str, MetricInfo] = _parse_table("""
-score/mean            | score    | mean score of the step's completions, after shaping
+score/mean            | score    | mean score of the step's completions, after shaping, before a cost
     label: score; better: higher; chart/score: 1 Score in training; progress/online: 1; headline: 4 Mean training score
 score/std             | score    | their standard deviation
     chart/score: 4 Spread of scores
 score/raw             | score    | mean score before shaping
     chart/score: 1
+score/running_mean    | score    | mean of all scores of the run so far (reward.shaping.normalize)
+    chart/score: 11 Running normalization
+score/running_std     | score    | their standard deviation, by which the step's scores are divided
+    chart/score: 11
 score/clipped         | share    | completions whose score reward.shaping.clip changed
 score/cut             | share    | completions whose beginning the reward model did not read: longer than its context
 score/disagreement    | score    | mean over completions of the standard deviation over an ensemble's members
@@ -112,6 +116,17 @@ watch/gap             | score    | mean training score before shaping, less the 
 watch/correlation     | -        | Pearson correlation of training score and watching judge on these completions
     chart/score: 8 Agreement of the training reward and the watching judge
 watch/failed          | 0/1      | 1 if the watching judge could not score the step
+cost/mean             | cost     | mean cost of the step's completions (reward.cost), of the policy's first samples
+    label: cost; better: lower; chart/cost: 1 Cost; progress/online: 7
+cost/std              | cost     | its standard deviation
+    chart/cost: 4 Spread of costs
+lagrange/multiplier   | score/cost | Lagrange multiplier of the cost during the step
+    label: λ; curve: exact; chart/cost: 2 Lagrange multiplier; progress/online: 8
+lagrange/violation    | cost     | cost/mean less its limit; above 0 the limit is exceeded
+    better: lower; chart/cost: 3 Cost less its limit
+lagrange/at_limit     | 0/1      | 1 if the multiplier is at lagrange.highest
+lagrange/score        | score    | mean of what is trained on: (score - multiplier x cost) / (1 + multiplier)
+    chart/cost: 5 Score and cost combined
 reward/kl_penalty     | score    | mean over completions of the summed KL penalty in the token rewards
     chart/kl: 3 KL penalty in the rewards
 kl/reference          | nats     | KL(policy || reference) per sequence, k1 summed over tokens, mean over completions
@@ -146,6 +161,10 @@ kl/old                | nats     | KL(old policy || policy) per token during the
     chart/updates: 2 KL(old || new)
 kl/old_last           | nats     | KL(old policy || policy) per token on the step's last minibatch; steers ppo_penalty
     chart/updates: 2
+kl/old_kept           | nats     | KL(old policy || policy) per token of the step after backtracking (ppo_penalty)
+    chart/updates: 2
+policy/backtracks     | count    | times that the step was halved (policy_loss.backtrack_above)
+    chart/updates: 15 Steps moved back
 kl/sampler_mismatch   | nats     | mean |sampler's - old log-prob| of the sampled tokens; 0 if the sampler's are used
     better: lower; chart/updates: 5 Sampler against trainer
 policy/first_ratio_deviation | -  | max |ratio - 1| on the first minibatch of the step; 0 up to rounding
@@ -154,6 +173,8 @@ policy/ratio          | -        | mean importance ratio
     chart/updates: 3 Importance ratio
 policy/clip_fraction  | share    | tokens whose gradient the clip stops; in cispo, tokens whose weight it bounds
     chart/updates: 1 Clip fraction
+policy/clip_scale     | -        | factor of the clip range in the step (policy_loss.adapt_to)
+    curve: exact; chart/updates: 14 Factor of the clip range
 policy/outside_clip   | share    | tokens whose ratio is outside the clip range, whatever the sign of the advantage
     chart/updates: 1
 policy/entropy        | nats     | entropy of the next-token distribution, averaged over sampled positions
@@ -336,6 +357,9 @@ eval/score_greedy     | score    | mean score of greedy completions of held-out 
 eval/proxy            | score    | mean score of the trained-on reward on the same completions, before shaping
     chart/score: 3 Held-out score under the trained-on reward; summary: 2;
     compare/curve: 2 Score under the trained-on reward; compare/end: 2 proxy
+eval/cost             | cost     | mean cost of the same completions (reward.cost)
+    better: lower; chart/cost: 1; compare/curve: 6 Cost
+eval/cost_se          | cost     | its standard error
 eval/kl               | nats     | KL(policy || reference) per sequence on held-out prompts, k1 of the sampled tokens
     chart/kl: 1; summary: 3; compare/curve: 3 KL to the start model; compare/end: 3 KL, nats
 eval/kl_se            | nats     | its standard error

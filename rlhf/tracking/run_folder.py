@@ -97,6 +97,7 @@ class RunFolder:
                        "peak_memory_mb_by_phase": {phase: MB}, "time"}
     samples.jsonl     {"step", "split", "row", "prompt", "completion", "score", "parts", "kl", "length", "finished"}
     notes.jsonl       {"step", "text"}: skipped rows and warnings
+    ratios.json       the importance ratios of the last logged step, for the figure of the clip
     report_card.json  the results of a reward model's evaluation
     export.json       the dtype of the exported weights, and how much of the training it keeps
     checkpoints/      state to resume from
@@ -114,6 +115,7 @@ class RunFolder:
         self.samples = self.path / "samples.jsonl"
         self.notes = self.path / "notes.jsonl"
         self.alarms = self.path / "alarms.jsonl"
+        self.ratios = self.path / "ratios.json"
         self.report_card = self.path / "report_card.json"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
@@ -177,6 +179,18 @@ class RunFolder:
     def read_alarms(self) -> list[dict[str, Any]]:
         """Read alarms.jsonl: what went off or was over at which step."""
         return list(read_jsonl(self.alarms))
+
+    def write_ratios(self, figure: Mapping[str, object]) -> None:
+        """Write ratios.json, in place of that of an earlier step."""
+        write_atomically(self.ratios, json.dumps(to_json(figure)) + "\n")
+
+    def read_ratios(self) -> dict[str, Any]:
+        """Read ratios.json; return an empty dict if there is none, or if it cannot be read."""
+        try:
+            loaded = json.loads(self.ratios.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return loaded if isinstance(loaded, dict) else {}
 
     def write_report_card(self, card: Mapping[str, object]) -> None:
         """Write report_card.json, keeping the order of the keys: it is the order of the report's columns."""

@@ -26,7 +26,8 @@ from rlhf.tracking.metrics import Metrics
 from rlhf.training.finish import counts
 from rlhf.training.online_run import OnlineRun
 from rlhf.training.overlap import sample_and_score_in_parts
-from rlhf.training.rollout import Collected, concat_scores, grading_metrics, live_tokens
+from rlhf.training.rollout import Collected, concat_scores, cost_metrics, grading_metrics, live_tokens, reward_of
+from rlhf.training.running_scores import normalize_scores
 from rlhf.types import Completions, Prompts, Scores
 
 
@@ -61,6 +62,8 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
     if run.episodes is not None:
         for name, value in run.episodes.take_metrics().items():
             collected.metrics.add(name, value)
+    if run.config.reward.shaping.normalize is not None:
+        collected = normalize_scores(run, collected)
     if run.watch is not None:
         with run.session.recorder.phase("score"):
             collected.metrics.merge(run.watch(collected.completions, collected.scores, step))
@@ -155,10 +158,10 @@ def collect(
         hinted: returns the prompts with a hint in them, for the rescue.
     """
     batch = draw(prompts, group_size=group_size)
-    metrics = Metrics()
+    metrics = cost_metrics(batch[1])
     unused: list[Completions] = []
     if algorithm.refill_rounds > 0 or algorithm.rescue is not None:
-        metrics.update({"score/first_draw": Mean.of(batch[1].values)})
+        metrics.update({"score/first_draw": Mean.of(reward_of(batch[1]))})
     rescue = _no_rescue(batch, len(prompts))
     if algorithm.rescue is not None:
         rescue = _rescue_failed_groups(prompts, batch, draw, hinted, algorithm.rescue)
@@ -173,7 +176,7 @@ def collect(
     if algorithm.advantage.needs_greedy:
         best, best_scores = draw(prompts, "greedy", group_size=1, greedy=True)
         baselines = best_scores.values.repeat_interleave(group_size)
-        metrics.update({"score/greedy": Mean.of(best_scores.values)})
+        metrics.update({"score/greedy": Mean.of(reward_of(best_scores))})
         unused = [best]
     extra = sum(len(rows) for rows in unused)
     if algorithm.refill_rounds > 0 or algorithm.rescue is not None or unused:

@@ -1,4 +1,4 @@
-"""The KL coefficients from step to step: of the KL penalty, and of the loss with an adaptive penalty."""
+"""The coefficients from step to step: of the KL penalty, of an adaptive penalty in the loss, of a limited cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rlhf.training.online_run import OnlineRun, is_warming_up
 
 
 def update_coefficients(run: OnlineRun, metrics: Metrics, completions: int, step: int) -> None:
-    """Update the KL coefficients for the next step.
+    """Update the coefficients for the next step.
 
     A controller reacts to how far the policy has moved. Coefficients stay as they are while the policy may not move (in
     the critic's warm-up), and that of the penalty also after a step without an optimizer step: both KLs are then 0
@@ -22,3 +22,17 @@ def update_coefficients(run: OnlineRun, metrics: Metrics, completions: int, step
         metrics.add(loss.coef_metric, state.penalty_coef)
         if metrics["policy/optimizer_steps"] > 0:
             state.penalty_coef = loss.next_coef(state.penalty_coef, kl=metrics["kl/old_last"])
+    _update_multiplier(run, metrics, step)
+
+
+def _update_multiplier(run: OnlineRun, metrics: Metrics, step: int) -> None:
+    """Update the Lagrange multiplier of the cost, but not while the policy may not move: no cost can change then."""
+    lagrange, state = run.algorithm.lagrange, run.session.state
+    if lagrange is None:
+        return
+    cost = metrics["cost/mean"]
+    metrics.add("lagrange/multiplier", state.multiplier)
+    metrics.add("lagrange/violation", cost - lagrange.cost_limit)
+    metrics.add("lagrange/at_limit", float(lagrange.is_at_limit(state.multiplier)))
+    if not is_warming_up(run, step):
+        state.multiplier = lagrange.next_multiplier(state.multiplier, cost=cost)

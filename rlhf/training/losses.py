@@ -21,6 +21,7 @@ from rlhf.batching import Number
 from rlhf.models.policy_models import Models
 from rlhf.objective import Objective
 from rlhf.training.offline import PairwiseLoss, stack_sides
+from rlhf.training.ratios import RatioHistogram
 from rlhf.training.rollout import logprob_metrics
 from rlhf.types import (
     Demonstrations,
@@ -52,6 +53,8 @@ class OnlineLoss:
         self.objective = objective
         self.coefs = coefs
         self.ratio_deviation: Number = 0.0  # max |pi / pi_old - 1| over the calls of `terms` so far
+        drawn = objective.policy_loss.drawn_ratios
+        self.ratios = None if drawn is None else RatioHistogram(*drawn)  # of the tokens of these calls
 
     def denominators(self, batch: Experience) -> dict[str, float]:
         """Compute the denominators of the loss terms from the whole minibatch."""
@@ -89,6 +92,10 @@ class OnlineLoss:
             return
         deviation = ratio_deviation(logprobs, micro.logprobs, micro.loss_mask)
         self.ratio_deviation = _larger(self.ratio_deviation, deviation)
+        if self.ratios is not None:
+            level = self.objective.policy_loss.ratio_level
+            ratio = importance_ratio(logprobs.detach(), micro.logprobs, micro.loss_mask, level)
+            self.ratios.add(ratio, micro.advantages, micro.loss_mask)
 
 
 class CriticLoss:

@@ -10,9 +10,10 @@ from rlhf.experience import compute_advantages, select_training_rows
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.annotate import annotate
+from rlhf.training.backtracking import Backtracking, start_backtracking
 from rlhf.training.collect import sample_and_score
 from rlhf.training.finish import finish_step
-from rlhf.training.losses import online_losses
+from rlhf.training.losses import OnlineLoss, SampledPairLoss, online_losses
 from rlhf.training.online_run import OnlineRun, demonstrations, lr_factor_at, row_order, trained_models
 from rlhf.training.rollout import rollout_metrics, selection_metrics
 from rlhf.training.step import LossBatch, optimizer_step
@@ -38,7 +39,7 @@ def _train(run: OnlineRun) -> None:
         # 3. Annotate: log-probabilities of policy and reference, values of the critic, before any update.
         rollout = annotate(run, collected)  # Rollout [B, T]
         # 4. Compute rewards, advantages and returns.
-        experience = compute_advantages(rollout, run.algorithm, run.coefs, ratio_cap=run.ratio_cap)  # [B, T]
+        experience = compute_advantages(rollout, run.algorithm, run.coefs, **run.stale_caps)  # [B, T]
         metrics = rollout_metrics(experience, collected.scores, run.models, run.algorithm)
         metrics.merge(selection_metrics(experience, run.algorithm))
         metrics.merge(collected.metrics)
@@ -56,12 +57,15 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     """
     batch, record = run.config.batch, UpdateRecord(run)
     training_rows = select_training_rows(experience, run.algorithm)  # rows, or pairs of them
+    backtracking = start_backtracking(run, experience, step)
     losses = online_losses(run.models, run.objective, run.coefs)  # the policy's, then that of a separate critic
     minibatch_size = max(1, -(-len(training_rows) // batch.minibatches))
     for epoch in range(batch.epochs):
         order = row_order(run, len(training_rows), step, epoch)
         for number, indices in enumerate(order.split(minibatch_size) if len(order) else ()):
             minibatch = training_rows.rows(indices.sort().values)  # keeps rows of one prompt together: they share it
+            if isinstance(minibatch, Experience):  # not pairs of completions
+                minibatch = run.algorithm.advantage.of_minibatch(minibatch)
             with weights_cast_once():
                 step_metrics = optimizer_step(  # forward, ratio, loss, backward, clip, step
                     [
@@ -75,5 +79,18 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
                 )
             record.add(step_metrics, minibatch, losses[0])
             if record.should_stop:
-                return record.finish()
-    return record.finish()
+                return finish_update(record, losses[0], backtracking, step)
+    return finish_update(record, losses[0], backtracking, step)
+
+
+def finish_update(
+    record: UpdateRecord, loss: OnlineLoss | SampledPairLoss, backtracking: Backtracking | None, step: int
+) -> Metrics:
+    """Return the metrics of an update, after moving the policy back where it went too far; keep its ratios."""
+    metrics, run = record.finish(), record.run
+    if isinstance(loss, OnlineLoss) and loss.ratios is not None and step % run.config.logging.every == 0:
+        figure = loss.ratios.figure(loss.objective.policy_loss, loss.coefs, run.session.ranks)
+        run.session.recorder.ratios({"step": step, **figure})
+    if backtracking is not None:
+        backtracking.finish(metrics)
+    return metrics

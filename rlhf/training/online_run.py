@@ -71,9 +71,10 @@ class OnlineRun:
         return Coefs(kl=self.session.state.kl_coef, penalty=self.session.state.penalty_coef)
 
     @property
-    def ratio_cap(self) -> float | None:
-        """Return the cap of the importance weight of completions sampled by an older policy; None if none are."""
-        return None if self.ahead is None else self.config.overlap.ratio_cap
+    def stale_caps(self) -> dict[str, float | None]:
+        """Return the caps of the importance weights of completions sampled by an older policy; empty if none are."""
+        overlap = self.config.overlap
+        return {} if self.ahead is None else {"ratio_cap": overlap.ratio_cap, "trace_cap": overlap.trace_cap}
 
 
 def trained_models(run: OnlineRun, step: int, epoch: int) -> list[TrainableModel]:

@@ -22,11 +22,13 @@ from rlhf.config.sections import OldLogProbs
 from rlhf.data.prompts import SOURCE
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.policy_models import Models
+from rlhf.rewards.cost import COST, REWARD
 from rlhf.rewards.verifier import GRADING
 from rlhf.tracking.metrics import Metrics
 from rlhf.types import Completions, Experience, Rollout, Scores, StopReason
 
 SCORE_PARTS = ("raw", "clipped", "cut", "disagreement")  # parts that are logged as score/NAME
+COST_PARTS = (COST, REWARD)  # parts with metrics of their own
 REFUSED = re.compile(r"[^\w .\-/]")  # in the name of a metric, by mlflow
 PROBE_ROWS = 2  # rows per step whose log-probs the trainer computes too, to compare with the sampler's
 LOGPROB_TOLERANCE = {torch.float64: 1e-9}  # nats; below it a token's two log-probs differ by rounding only
@@ -203,13 +205,14 @@ def _live_prompt(rollout: Rollout, row: int) -> list[int]:
 
 def rollout_metrics(experience: Experience, scores: Scores, models: Models, algorithm: Online) -> Metrics:
     """Compute the metrics of a step that do not depend on its update; those of KLs leave out hinted completions."""
-    mask, values = experience.action_mask, experience.scores.double()
+    mask = experience.action_mask
+    values = scores.parts.get(REWARD, experience.scores).double()
     metrics = Metrics(
         {
             "score/mean": Mean.of(values),
             "completion/length": Mean.of(mask.sum(dim=1)),
             "completion/finished": Mean.of(experience.finished),
-            "reward/kl_penalty": Mean.of(values - experience.rewards.sum(dim=1).double()),
+            "reward/kl_penalty": Mean.of(experience.scores.double() - experience.rewards.sum(dim=1).double()),
         }
     )
     if not models.update_gives_old_logprobs:  # else the update's pass measures them
@@ -258,6 +261,21 @@ def logprob_metrics(experience: Experience, models: Models) -> dict[str, Mean]:
     return metrics
 
 
+def reward_of(scores: Scores) -> Float[Tensor, " B"]:
+    """Return the scores of a batch before a cost was combined with them; those trained on where there is no cost."""
+    return scores.parts.get(REWARD, scores.values)
+
+
+def cost_metrics(scores: Scores) -> Metrics:
+    """Compute mean and standard deviation of the costs of a batch, and the mean of what is trained on; none without."""
+    if COST not in scores.parts:
+        return Metrics()
+    costs = scores.parts[COST].double()
+    metrics = Metrics({"cost/mean": Mean.of(costs), "lagrange/score": Mean.of(scores.values)})
+    metrics.add("cost/std", float(costs.std(correction=0)))
+    return metrics
+
+
 def part_metrics(scores: Scores) -> Metrics:
     """Compute mean and standard deviation of each named part over the completions that it applies to (not NaN).
 
@@ -265,7 +283,7 @@ def part_metrics(scores: Scores) -> Metrics:
     """
     metrics = grading_metrics(scores.parts)
     for part, values in scores.parts.items():
-        if part in SCORE_PARTS or part.startswith(GRADING):
+        if part in (*SCORE_PARTS, *COST_PARTS) or part.startswith(GRADING):
             continue
         name = REFUSED.sub("_", part)
         live = values[~values.isnan()].double()

@@ -58,6 +58,7 @@ class Recorder:
         self._usd_per_second = None if usd_per_hour is None else usd_per_hour / 3600
         self._usd = 0.0 if usd_per_hour is None else sum(row.get("usd") or 0.0 for row in folder.read_timings())
         self._release = release
+        self._writes = writes
 
         def open_logger(path: Path) -> JsonlLogger | SilentLogger:
             return JsonlLogger(path) if writes else SilentLogger()
@@ -121,6 +122,11 @@ class Recorder:
         if records:
             self.trackers.log_samples(self.progress.step, records)
 
+    def ratios(self, figure: Mapping[str, object]) -> None:
+        """Write the ratios of the latest logged step for the report, in place of those before."""
+        if self._writes:
+            self.folder.write_ratios(figure)
+
     def positions(self) -> dict[str, int]:
         """Flush the deterministic files to disk and return their lengths in bytes."""
         return {
@@ -155,6 +161,8 @@ class TrainState:
     step: int = 0
     kl_coef: float = 0.0
     penalty_coef: float = 0.0
+    multiplier: float = 0.0  # of algorithm.lagrange
+    score_moments: dict[str, float] = field(default_factory=dict)  # of reward.shaping.normalize
     completions: int = 0  # sampled since the start
     skipped: int = 0  # optimizer steps skipped because of a NaN or Inf
     idle: int = 0  # optimizer steps in which a model was not updated: its gradient was exactly zero

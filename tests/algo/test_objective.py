@@ -252,7 +252,7 @@ def test_whitened_rewards_keep_their_mean(seed):
     mean = masked_mean(batch.rewards, mask)
     deviation = masked_mean((batch.rewards - mean) ** 2, mask).sqrt()
     rewards = torch.where(mask, (batch.rewards - mean) / deviation + mean, 0.0)
-    _, returns = gae(rewards, batch.values, mask, gamma=0.9, gae_lambda=0.95)
+    _, returns = gae(rewards, batch.values, mask, gamma=0.9, gae_lambda=1.0)
     close(batch.returns, returns, rtol=1e-6, atol=1e-6)
 
 

@@ -287,3 +287,46 @@ def test_a_ratio_that_float32_cannot_hold_is_a_number_with_a_gradient(level: Rat
         (gradient,) = torch.autograd.grad(surrogate.per_token.sum(), logprobs, retain_graph=True)
         assert bool(gradient.isfinite().all())
         assert (gradient[1] != 0).any() == (advantage != 0)
+
+
+def adapted(scale: float, ratio: Tensor, advantages: Tensor) -> Surrogate:
+    coefs = Coefs(kl=0.0, penalty=scale)
+    return ClipLoss(adapt_to=0.01).per_token(tokens(ratio, advantages, coefs=coefs))
+
+
+def test_an_adapted_clip_by_hand():
+    """Scale 1/2 clips at 0.9 and 1.1, scale 2 at 0.6 and 1.4, scale 4 at 0.2 and 1.8."""
+    ratio, advantages = table([1.3, 0.7]), table([1.0, -1.0])
+    close(adapted(0.5, ratio, advantages).per_token, [[-1.1, 0.9]])
+    close(adapted(1.0, ratio, advantages).per_token, [[-1.2, 0.8]])
+    close(adapted(2.0, ratio, advantages).per_token, [[-1.3, 0.7]])
+    assert adapted(0.5, ratio, advantages).clipped.all()
+    assert not adapted(2.0, ratio, advantages).clipped.any()
+
+
+def test_a_clip_range_never_reaches_below_0():
+    wide = ClipLoss(clip_eps_low=0.9, adapt_to=0.01)
+    coefs = Coefs(kl=0.0, penalty=4.0)
+    close(wide.per_token(tokens(table([1e-3]), table([-1.0]), coefs=coefs)).per_token, [[1e-3]])
+
+
+def test_the_adapted_clip_moves_as_its_rule_says():
+    loss = ClipLoss(adapt_to=0.01)
+    assert loss.start_coef == 1.0
+    assert loss.next_coef(1.0, kl=0.016) == pytest.approx(1 / 1.5)
+    assert loss.next_coef(1.0, kl=0.006) == pytest.approx(1.5)
+    assert loss.next_coef(1.0, kl=0.012) == loss.next_coef(1.0, kl=0.008) == 1.0
+    assert loss.next_coef(3.9, kl=0.0) == 4.0
+    assert loss.next_coef(0.26, kl=1.0) == 0.25
+    assert ClipLoss().next_coef(0.3, kl=1.0) == 0.3  # not adapted
+    assert (ClipLoss().coef_metric, loss.coef_metric) == ("", "policy/clip_scale")
+
+
+def test_other_bands_of_the_penalty_by_hand():
+    """Heess et al. 2017: within half and twice the target it stays, outside it moves by 1.5."""
+    loss = PenaltyLoss(target=0.01, band=2.0, factor=1.5)
+    assert loss.next_coef(1.0, kl=0.019) == loss.next_coef(1.0, kl=0.0051) == 1.0
+    assert loss.next_coef(1.0, kl=0.021) == 1.5
+    assert loss.next_coef(3.0, kl=0.004) == 2.0
+    assert PenaltyLoss(target=0.01, backtrack_above=3.0).kl_limit == pytest.approx(0.03)
+    assert PenaltyLoss().kl_limit is None

@@ -406,3 +406,20 @@ def test_an_empty_section_of_a_file_is_as_if_it_were_not_there(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sft.yaml").write_text("run:\nschedule: {steps: 1}\n")
     assert rlhf.sft(model, ["good bad"], config="sft.yaml", quiet=True).folder == Path("runs/sft")
+
+
+def test_a_cost_beside_the_reward(model: str, tmp_path: Path) -> None:
+    result = rlhf.train(
+        model,
+        "ppo_lag",
+        prompts=PROMPTS,
+        reward=lambda completions: [float(len(text)) for text in completions],
+        cost=goodness,
+        algorithm={"lagrange": {"cost_limit": -1.0}},
+        folder=tmp_path / "run",
+        quiet=True,
+        **SETTINGS,
+    )
+    multipliers = result.metrics["lagrange/multiplier"].dropna().tolist()
+    assert multipliers == sorted(multipliers)
+    assert multipliers[-1] > 1.0  # the cost is never below -1

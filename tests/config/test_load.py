@@ -68,7 +68,8 @@ def test_there_are_shipped_files() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_coherent_and_dumps_to_itself(name: str) -> None:
     batch = {"epochs": 1} if name in ("a2c", "reinforce", "remax") else {}
-    tree = merge(base(preset=name), {"batch": batch, "sampling": {"completions_per_prompt": 12}})
+    cost = {"reward": {"cost": {"source": {"type": "model", "path": "cm"}}}} if name == "ppo_lag" else {}
+    tree = merge(base(preset=name), {"batch": batch, "sampling": {"completions_per_prompt": 12}, **cost})
     if name in ("distill", "opd", "minillm", "distill_sft"):
         tree = {**tree, "teacher": {"model": "t"}, "batch": {"epochs": 1}}
     config = train_config(tree)

@@ -19,7 +19,7 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob(
 PRESETS = [
     *("sft", "dpo", "cdpo", "robust_dpo", "ipo", "ipo_per_token", "hinge", "slic", "simpo", "orpo", "kto"),
     *("ppo", "ppo_penalty", "trpo", "npg", "a2c", "reinforce", "remax", "reinforce_pp", "rloo", "grpo", "dr_grpo"),
-    *("dapo", "cispo", "gspo", "online_dpo", "rejection_sampling"),
+    *("ppo_lag", "dapo", "cispo", "gspo", "online_dpo", "rejection_sampling"),
 ]
 TREE: dict[str, Any] = {
     "policy": {"model": "m"},
@@ -27,12 +27,15 @@ TREE: dict[str, Any] = {
     "reward": {"source": {"type": "model", "path": "rm"}},
     "batch": {"prompts_per_step": 16},
 }
-TWO_UPDATES = {"batch": {"epochs": 2}}  # the penalty needs a second one
+NEEDED: dict[str, Any] = {
+    "ppo_penalty": {"batch": {"epochs": 2}},  # the penalty needs a second update
+    "ppo_lag": {"reward": {"cost": {"source": {"type": "model", "path": "cm"}}}},
+}
 
 
 def of_preset(name: str) -> dict[str, Any]:
     """What a run with this preset and nothing else is made of, in the order of its keys."""
-    given = merge(TREE, {"algorithm": {"preset": name}, **(TWO_UPDATES if name == "ppo_penalty" else {})})
+    given = merge(TREE, {"algorithm": {"preset": name}, **NEEDED.get(name, {})})
     return dump(train_config(merge(TREE, given)))
 
 

@@ -82,6 +82,11 @@ CASES: list[tuple[str, Row, Row]] = [
     ("ensemble-disagrees", {"score/disagreement": 0.51}, {"score/disagreement": 0.49}),
     ("score-falls", {"score/mean": -0.6}, {"score/mean": -0.4}),
     ("score-constant", {"score/std": 0.0}, {"score/std": 1e-5}),
+    (
+        "cost-above-limit",
+        {"lagrange/violation": 0.1, "lagrange/at_limit": 1.0},
+        {"lagrange/violation": 0.1, "lagrange/at_limit": 0.0},
+    ),
     ("groups-uniform", {"group/uniform": 0.91}, {"group/uniform": 0.9}),
     ("gradient-spike", {"policy/grad_norm": 11.0}, {"policy/grad_norm": 9.0}),
     ("steps-not-finite", {"skipped/nonfinite": 1.0}, {"skipped/nonfinite": 0.0}),

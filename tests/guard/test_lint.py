@@ -35,6 +35,8 @@ OWN_LOSS = "algorithm.policy_loss={type: function, target: 'a:b'}"
 NO_KL = "algorithm.kl={coef: 0, controller: {type: fixed}}"
 LAB_PPO = "configs/lab/ppo.yaml"
 AGENT = "configs/agent_guess.yaml"
+LAG = "configs/lab/ppo_lag.yaml"
+COST = "reward={source: {type: model, path: runs/reward_model}, cost: {source: {type: model, path: runs/%s}}}"
 RAISE = "guard.on_alarm=raise_kl"
 SMOOTH = "algorithm.loss.label_smoothing"
 
@@ -114,6 +116,9 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("small-ensemble", PPO, [ENSEMBLE % ", ".join([MEMBER] * 2), "critic.init=policy"],
      [ENSEMBLE % ", ".join([MEMBER] * 3), "critic.init=policy"], UNKNOWN),
     ("judge-is-the-reward", PPO, [JUDGE % "reward_model"], [JUDGE % "judge"], UNKNOWN),
+    ("cost-is-the-reward", LAG, [COST % "reward_model"], [COST % "cost_model"], UNKNOWN),
+    ("multiplier-too-fast", LAG, ["algorithm.lagrange.lr=1.5"], ["algorithm.lagrange.lr=1"], UNKNOWN),
+    ("multiplier-too-slow", LAG, ["algorithm.lagrange.lr=1e-3"], ["algorithm.lagrange.lr=2e-3"], UNKNOWN),
     ("best-by-the-trained-reward", PPO, BEST, [*BEST, JUDGE % "judge"], UNKNOWN),
     ("learning-rate-zero", SFT, ["policy.lr=0"], ["policy.lr=1e-5"], UNKNOWN),
     ("learning-rate-high", PPO, ["policy.lr=1e-4"], ["policy.lr=1e-5"], BILLIONS),

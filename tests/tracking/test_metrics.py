@@ -66,7 +66,11 @@ def test_no_metric_is_twice_in_a_view_and_every_field_is_known() -> None:
 @pytest.mark.parametrize(
     "kind, names",
     [
-        ("online", "score/mean kl/reference kl/coef critic/explained_variance completion/length eval/score kl/teacher"),
+        (
+            "online",
+            "score/mean kl/reference kl/coef critic/explained_variance completion/length eval/score "
+            "cost/mean lagrange/multiplier kl/teacher",
+        ),
         ("sft", "loss/sft loss/accuracy policy/grad_norm policy/lr eval/loss eval/score kl/teacher"),
         ("reward_model", "loss/rm rm/accuracy policy/grad_norm eval/rm_accuracy"),
         (

@@ -18,4 +18,5 @@ from rlhf.guard.alarms import diversity as diversity
 from rlhf.guard.alarms import scores as scores
 from rlhf.guard.alarms import steps as steps
 from rlhf.guard.alarms import controller as controller
+from rlhf.guard.alarms import cost as cost
 from rlhf.guard.alarms import losses as losses

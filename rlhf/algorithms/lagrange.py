@@ -1,0 +1,133 @@
+"""Safe RLHF (Dai et al. 2023): the highest reward at a cost within its limit, by a Lagrange multiplier that is learned.
+
+    maximize E[score]   subject to   E[cost] <= limit
+    min over λ >= 0, max over the policy:   E[score] - λ (E[cost] - limit)
+
+A source of costs stands beside that of the reward (reward.cost). Every online algorithm can have the multiplier; the
+preset is PPO's. With critics of its own for score and cost, as in the paper, the advantage is that of the same
+combination: GAE is linear in the rewards. Here one critic learns the combined return.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import model_validator
+
+from rlhf.algorithms.ppo import CRITIC
+from rlhf.algorithms.presets import preset
+from rlhf.section import Facts, Positive, Rule, Section, Value
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from rlhf.algorithms import online
+
+ENOUGH_STEPS = 20  # fewer are a trial, in which no multiplier gets anywhere
+
+preset("ppo_lag", {"algorithm": {**CRITIC, "lagrange": {}}})
+
+
+def moves_too_fast(lagrange: Lagrange, facts: Facts) -> Value | None:
+    """Return a rate at which a cost one unit above its limit multiplies the multiplier by more than e in a step."""
+    return lagrange.lr if lagrange.lr * lagrange.start > 1.0 else None
+
+
+def moves_too_slowly(lagrange: Lagrange, facts: Facts) -> Value | None:
+    """Return a rate at which a cost one unit above its limit moves the multiplier by less than a tenth in the run."""
+    steps = facts.run.schedule.steps
+    if steps is None or steps < ENOUGH_STEPS:
+        return None
+    return lagrange.lr if lagrange.lr * lagrange.start * steps < 0.1 else None
+
+
+class Lagrange(Section):
+    """A limit on the mean cost of the completions, held by a Lagrange multiplier (Safe RLHF, Dai et al. 2023)."""
+
+    cost_limit: float = 0.0
+    """Maximum mean cost of the completions, in the unit of reward.cost; 0 suits a cost model whose sign separates
+    harmful from harmless answers."""
+    start: Positive = 1.0
+    """The multiplier of the first step, in score per cost."""
+    lr: Positive = 0.1
+    """After each step ln(multiplier) changes by lr x multiplier x (mean cost - cost_limit)."""
+    lowest: Positive = 0.001
+    """Smallest multiplier. In log space 0 is never reached, and from a smaller value the way back takes longer."""
+    highest: Positive = 20.0
+    """Largest multiplier; the metric lagrange/at_limit is 1 where it is reached."""
+
+    lint_rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="multiplier-too-fast",
+            level="warning",
+            key="lr",
+            violation=moves_too_fast,
+            reason="A cost one unit above its limit multiplies the multiplier by more than e in a single step: it "
+            "overshoots, and cost and score oscillate.",
+            source="implementation detail: ln λ moves by lr · λ · (cost - limit); Stooke et al. 2020: "
+            "Lagrangian methods oscillate",
+            fix="algorithm.lagrange.lr=0.1, or less where costs are large numbers",
+        ),
+        Rule(
+            name="multiplier-too-slow",
+            level="warning",
+            key="lr",
+            violation=moves_too_slowly,
+            reason="A cost one unit above its limit changes the multiplier by less than 10 % over the whole run, so "
+            "it is practically a fixed weight.",
+            source="implementation detail: ln λ moves by lr · λ · (cost - limit)",
+            fix="algorithm.lagrange.lr=0.1, or more where costs are small numbers",
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Lagrange:
+        if not self.lowest <= self.start <= self.highest:
+            raise ValueError(
+                f"lagrange.start is {self.start:g}, which is not between lagrange.lowest ({self.lowest:g}) and "
+                f"lagrange.highest ({self.highest:g}): change one of them"
+            )
+        return self
+
+    def check(self, algorithm: online.Online) -> None:
+        """Check that the algorithm goes with a multiplier; a ValueError says what to set."""
+        if algorithm.rescue is not None:
+            raise ValueError(
+                "algorithm.rescue tells successes by their score, which the multiplier of algorithm.lagrange moves: "
+                "remove one of the two"
+            )
+
+    def combine(
+        self, scores: Float[Tensor, "*shape"], costs: Float[Tensor, "*shape"], multiplier: float
+    ) -> Float[Tensor, "*shape"]:
+        """Combine score and cost of each completion (Dai et al. 2023, who combine the advantages of the two so).
+
+            (score - λ cost) / (1 + λ)
+
+        The division keeps the scale of the rewards, and so that of the updates and of the KL penalty, when λ grows. The
+        limit is a constant and left out: it changes no gradient.
+        """
+        return (scores - multiplier * costs) / (1.0 + multiplier)
+
+    def next_multiplier(self, multiplier: float, *, cost: float) -> float:
+        """Return the multiplier of the next step, by gradient ascent on ln λ within its bounds (Dai et al. 2023).
+
+            ln λ <- clip(ln λ + lr · λ · (cost - limit), ln lowest, ln highest)
+
+        λ (cost - limit) is the derivative of λ (E[cost] - limit) with respect to ln λ. A cost of NaN carries no
+        information: the multiplier stays as it is.
+
+        Args:
+            multiplier: that of the step in which `cost` was measured.
+            cost: mean cost of the step's completions.
+        """
+        if math.isnan(cost):
+            return multiplier
+        moved = math.log(multiplier) + self.lr * multiplier * (cost - self.cost_limit)
+        return math.exp(min(max(moved, math.log(self.lowest)), math.log(self.highest)))
+
+    def is_at_limit(self, multiplier: float) -> bool:
+        """Return whether the multiplier is the largest that it may be, up to rounding."""
+        return multiplier >= self.highest * (1 - 1e-9)

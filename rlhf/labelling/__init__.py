@@ -1,0 +1,6 @@
+"""Label completions by a judge: preference pairs or rankings, and how far the judge agrees with people.
+
+data.py     completions, grouped by prompt, from a file
+judges.py   the family of judges: scores of single completions, or comparisons of two
+label.py    label the groups, write what `rlhf reward` and DPO read, compare with people's labels
+"""

@@ -1,0 +1,116 @@
+"""Completions grouped by prompt, and pairs that people have labelled, as they are read from files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf.config.data import DatasetConfig
+from rlhf.data.conversation import Prompt, as_text, some_text
+from rlhf.data.files import load_rows
+from rlhf.data.formats import DEMONSTRATIONS, PAIRS, PROMPTS, is_transcript
+from rlhf.data.rows import BadRow, Row, RowCounts
+
+KWISE = "completions"  # the column with the completions of a prompt as a list
+FEWEST = 2  # completions that can be compared
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt and its different completions, in the order in which the file has them."""
+
+    prompt: Prompt
+    completions: tuple[str, ...]
+    columns: dict[str, Any] = field(default_factory=dict)  # the other columns of its first row, for reward functions
+
+    @property
+    def prompt_text(self) -> str:
+        """Return the prompt as a judge reads it: its text, the one user message, or each message after its role."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        if len(self.prompt) == 1:
+            return str(self.prompt[0]["content"])
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
+
+    @property
+    def messages(self) -> list[dict[str, Any]] | None:
+        """Return the prompt as messages, for models with a chat template; None for a transcript."""
+        if not isinstance(self.prompt, str):
+            return self.prompt
+        return None if is_transcript(self.prompt) else [{"role": "user", "content": self.prompt}]
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of prompt and completions, by which a labelled group is known again."""
+        text = json.dumps([self.prompt, self.completions], sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read_groups(config: DatasetConfig) -> tuple[list[Group], RowCounts]:
+    """Read completions grouped by prompt, in the order of first appearance.
+
+    A row has a prompt and `completions` (a list), a prompt and one completion (rows of the same prompt are a group),
+    or is a preference pair, whose sides are then two completions. Completions that a prompt has twice count once.
+
+    Raises:
+        DataError: the file cannot be read, or no prompt has two different completions.
+    """
+    counts = RowCounts(config.path, fatal=config.bad_rows == "error")
+    rows = load_rows(config, counts)
+    grouped: dict[str, tuple[Prompt, dict[str, None], dict[str, Any]]] = {}
+    for row, prompt, texts in _rows(rows, counts):
+        key = json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+        group = grouped.setdefault(key, (prompt, {}, dict(row.values)))
+        group[1].update(dict.fromkeys(texts))
+        counts.used += 1
+    groups = [Group(prompt, tuple(texts), columns) for prompt, texts, columns in grouped.values()]
+    single = sum(len(group.completions) < FEWEST for group in groups)
+    if single:
+        counts.note(f"{single:,} prompts with a single completion are left out")
+    groups = [group for group in groups if len(group.completions) >= FEWEST]
+    if not groups:
+        counts.used = 0
+        counts.note("a prompt needs two different completions")
+    counts.require_rows()
+    return groups[: config.limit], counts
+
+
+def _rows(rows: Sequence[Row], counts: RowCounts) -> Iterator[tuple[Row, Prompt, list[str]]]:
+    """Yield each usable row with its prompt and its completions."""
+    columns = {name for row in rows for name in row.values}
+    if KWISE in columns:
+        for row, prompt in PROMPTS.read(rows, counts, turns=False):
+            try:
+                yield row, prompt.prompt, _texts(row.values.get(KWISE))
+            except BadRow as bad:
+                counts.add(row, bad.reason, bad.detail)
+    elif {"chosen", "rejected"} <= columns:
+        for row, pair in PAIRS.read(rows, counts, turns=False):
+            yield row, pair.prompt, [pair.chosen, pair.rejected]
+    else:
+        for row, demo in DEMONSTRATIONS.read(rows, counts, turns=False):
+            yield row, demo.prompt, [demo.completion]
+
+
+def _texts(value: object) -> list[str]:
+    if not isinstance(value, list):
+        raise BadRow(f"{KWISE} is not a list")
+    return [some_text(as_text(text, KWISE), KWISE) for text in value]
+
+
+def read_human_pairs(config: DatasetConfig) -> tuple[list[Group], RowCounts]:
+    """Read pairs that people have labelled: groups of two, the preferred side first.
+
+    Raises:
+        DataError: the file cannot be read, or has no usable pair.
+    """
+    counts = RowCounts(config.path, fatal=config.bad_rows == "error")
+    groups = []
+    for row, pair in PAIRS.read(load_rows(config, counts), counts, turns=False):
+        groups.append(Group(pair.prompt, (pair.chosen, pair.rejected), dict(row.values)))
+        counts.used += 1
+    counts.require_rows()
+    return groups[: config.limit], counts

@@ -1,0 +1,249 @@
+"""The family of judges: what compares the completions of a prompt, by scores of each or by comparing two at a time.
+
+A class below `Judge` is a judge that `judge.type` can name, in this package or in a user's module.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from rlhf.config.reward import ChatPairsConfig
+from rlhf.labelling.data import Group
+from rlhf.rewards.source import Source, sources_in
+from rlhf.section import Choice, OneOf
+
+if TYPE_CHECKING:
+    from rlhf.types import Completions
+
+CONSISTENT = {("A", "B"), ("B", "A"), ("tie", "tie")}  # the answers in the two orders that name the same side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a judge says of a group: who beats whom, and how it came about."""
+
+    wins: tuple[tuple[float, ...], ...]  # [i][j]: 1 where completion i beats j, 0 where it loses, 1/2 for a tie
+    scores: tuple[float, ...]  # of each completion: the judge's own, or how many others it beats
+    is_scored: bool  # whether the scores are the judge's own
+    answers: int = 0  # of a language model
+    unreadable: int = 0  # of them
+    compared: int = 0  # pairs compared in both orders, with two readable answers
+    inconsistent: int = 0  # of them: the two orders disagree, which is a tie
+    first_shown: int = 0  # decided answers for the side that was shown first
+    decided: int = 0  # answers that name a side
+
+
+Ask = Callable[[Sequence[Group]], list[Verdict]]
+"""Compares the completions of each group."""
+
+
+class Judge(Choice):
+    """What compares the completions of a prompt."""
+
+    @abstractmethod
+    def build(self, warn: Callable[[str], None]) -> Ask:
+        """Return what compares the completions of groups; `warn` receives messages for the user.
+
+        Raises:
+            UserError: it cannot be built, or later the judge fails; the message says why.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return the judge in a few words."""
+
+    def check(self) -> None:
+        """Check before anything is loaded what the fields alone do not tell."""
+
+    def model_paths(self) -> Iterator[tuple[str, str]]:
+        """Yield key and path of every model that the judge loads."""
+        yield from ()
+
+
+class ScoreJudge(Judge):
+    """A source of scores: a reward model, a function, rules, a server, or a language model that rates each answer."""
+
+    type: Literal["scores"] = "scores"
+    source: Annotated[Source, OneOf()]
+    """The source; the higher score wins, and equal scores are a tie."""
+
+    def build(self, warn: Callable[[str], None]) -> Ask:
+        """Return what scores each completion once."""
+        from rlhf.config.run import RunConfig
+        from rlhf.data.tokenizer import byte_tokenizer
+        from rlhf.factory.rewards import build_source
+        from rlhf.runtime.engine import make_engine
+
+        source = build_source(self.source, byte_tokenizer(), make_engine(RunConfig()), warn)
+
+        def ask(groups: Sequence[Group]) -> list[Verdict]:
+            scores = source(completions_of(groups))
+            unreadable = scores.parts.get("unreadable")
+            verdicts, start = [], 0
+            for group in groups:
+                rows = slice(start, start + len(group.completions))
+                start = rows.stop
+                failed = 0 if unreadable is None else int(unreadable[rows].sum())
+                answers = 0 if unreadable is None else len(group.completions)
+                verdicts.append(verdict_of_scores(scores.values[rows].tolist(), answers=answers, unreadable=failed))
+            return verdicts
+
+        return ask
+
+    def describe(self) -> str:
+        """Return the source in a few words."""
+        return self.source.describe()
+
+    def check(self) -> None:
+        """Import functions and check their arguments.
+
+        Raises:
+            UserError: a source could not be built.
+        """
+        for _, source in sources_in(self):
+            source.check()
+
+    def model_paths(self) -> Iterator[tuple[str, str]]:
+        """Yield key and path of each reward model."""
+        for place, source in sources_in(self, "judge"):
+            yield from ((f"{place}.{field}", path) for field, path in source.model_paths().items())
+
+
+class ChatJudge(Judge):
+    """A language model behind an OpenAI-compatible endpoint that compares two completions, in both orders."""
+
+    type: Literal["pairs"] = "pairs"
+    chat: ChatPairsConfig
+    """The endpoint; every pair of a prompt's completions is two questions, and each is asked once (cache_dir)."""
+
+    def build(self, warn: Callable[[str], None]) -> Ask:
+        """Return what asks about every pair of a group."""
+        from rlhf.evaluation.win_rate import PairJudge, combine_verdicts
+        from rlhf.rewards.chat import ChatModel
+
+        section = "judge.chat"
+        judge = PairJudge(self.chat, ChatModel(self.chat, os.environ, section=section), section=section)
+
+        def ask(groups: Sequence[Group]) -> list[Verdict]:
+            asked = [(group, i, j) for group in groups for i, j in combinations(range(len(group.completions)), 2)]
+            verdicts = judge(
+                [group.prompt_text for group, _, _ in asked],
+                [group.completions[i] for group, i, _ in asked],
+                [group.completions[j] for group, _, j in asked],
+            )
+            both = list(zip(verdicts.straight, verdicts.swapped, strict=True))
+            results, start = [], 0
+            for group in groups:
+                count = len(group.completions)
+                answers = both[start : start + count * (count - 1) // 2]
+                start += len(answers)
+                outcomes = [combine_verdicts(*pair) for pair in answers]
+                results.append(verdict_of_pairs(count, outcomes, answers))
+            return results
+
+        return ask
+
+    def describe(self) -> str:
+        """Return the model and its address."""
+        return f"{self.chat.model} at {self.chat.base_url}"
+
+
+def verdict_of_scores(scores: Sequence[float], *, answers: int = 0, unreadable: int = 0) -> Verdict:
+    """Return the verdict of a score for each completion of a group."""
+    wins = tuple(tuple(_beats(first, second) for second in scores) for first in scores)
+    return Verdict(wins=wins, scores=tuple(scores), is_scored=True, answers=answers, unreadable=unreadable)
+
+
+def _beats(first: float, second: float) -> float:
+    return 0.5 if first == second else float(first > second)
+
+
+def verdict_of_pairs(
+    count: int, outcomes: Sequence[float], answers: Sequence[tuple[str | None, str | None]]
+) -> Verdict:
+    """Return the verdict of comparisons of all pairs of `count` completions, in the order of itertools.combinations.
+
+    The score of a completion is the number of others that it beats, a tie counting half (Copeland 1951).
+
+    Args:
+        count: completions of the group.
+        outcomes: for each pair 1 where its first side wins, 0 where it loses, 1/2 for a tie.
+        answers: for each pair the answers in the two orders, A being the side shown first; None: not readable.
+    """
+    wins = [[0.5] * count for _ in range(count)]
+    for (i, j), outcome in zip(combinations(range(count), 2), outcomes, strict=True):
+        wins[i][j], wins[j][i] = outcome, 1 - outcome
+    readable = [pair for pair in answers if None not in pair]
+    decided = [answer for pair in answers for answer in pair if answer in ("A", "B")]
+    return Verdict(
+        wins=tuple(map(tuple, wins)),
+        scores=tuple(sum(row) - 0.5 for row in wins),
+        is_scored=False,
+        answers=2 * len(answers),
+        unreadable=sum(answer is None for pair in answers for answer in pair),
+        compared=len(readable),
+        inconsistent=sum(pair not in CONSISTENT for pair in readable),
+        first_shown=sum(answer == "A" for answer in decided),
+        decided=len(decided),
+    )
+
+
+def completions_of(groups: Sequence[Group]) -> Completions:
+    """Return the completions of groups as rows, in order, each finished; their tokens are bytes."""
+    import torch
+
+    from rlhf.data.prompts import CONVERSATION, MESSAGES
+    from rlhf.data.tokenizer import byte_tokenizer, left_pad, right_pad
+    from rlhf.types import Completions
+
+    tokenizer = byte_tokenizer()
+
+    def ids(text: str) -> list[int]:
+        encoded: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return encoded
+
+    end = int(tokenizer.eos_token_id)
+    rows = [(group, text) for group in groups for text in group.completions]
+    prompt_ids, prompt_mask = left_pad([ids(group.prompt_text) for group, _ in rows], end)
+    completion_ids, completion_mask = right_pad([[*ids(text), end] for _, text in rows], end)
+    references = tuple(
+        {
+            **group.columns,
+            "prompt": group.prompt_text,
+            MESSAGES: group.messages,
+            CONVERSATION: not isinstance(group.prompt, str),
+        }
+        for group, _ in rows
+    )
+    return Completions(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        row_ids=torch.arange(len(rows)),
+        references=references,
+        completion_ids=completion_ids,
+        completion_mask=completion_mask,
+        sampler_logprobs=torch.zeros(completion_ids.shape),
+        finished=torch.ones(len(rows), dtype=torch.bool),
+        group_size=1,
+    )
+
+
+def judge_at(place: str) -> dict[str, Any]:
+    """Return the settings of the judge that --judge names: a reward model, a function, a server, or an endpoint.
+
+    An address that ends in /v1 is an OpenAI-compatible endpoint, which needs judge.chat.model too.
+    """
+    if place.startswith(("http://", "https://")):
+        if place.rstrip("/").endswith("/v1"):
+            return {"type": "pairs", "chat": {"base_url": place}}
+        return {"type": "scores", "source": {"type": "remote", "url": place}}
+    _, colon, name = place.rpartition(":")
+    if colon and name.isidentifier() and not Path(place).exists():
+        return {"type": "scores", "source": {"type": "function", "target": place}}
+    return {"type": "scores", "source": {"type": "model", "path": place}}

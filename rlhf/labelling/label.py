@@ -1,0 +1,264 @@
+"""Label completions by a judge, write the result, and compare the judge with people.
+
+Every labelled group is written to OUT.labels.jsonl at once: the same command goes on from there after an interruption,
+and OUT is made of it at the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from rlhf.algo.agreement import Agreement, agreement
+from rlhf.config.data import Count, DatasetConfig
+from rlhf.errors import DataError
+from rlhf.labelling.data import Group, read_groups, read_human_pairs
+from rlhf.labelling.judges import Judge, Verdict
+from rlhf.section import Needed, NonNegative, OneOf, Section
+
+NEEDED = Needed("set judge, e.g. --judge runs/reward_model, or --judge http://127.0.0.1:8000/v1 judge.chat.model=NAME")
+
+
+class LabelConfig(Section):
+    """Completions, what judges them, and what is written."""
+
+    completions: DatasetConfig
+    """The completions: rows with a prompt and `completions`, or with a prompt and one completion, or pairs."""
+    judge: Annotated[Judge, OneOf(), NEEDED]
+    """What judges: scores of each completion, or comparisons of two."""
+    out: str = "pairs.jsonl"
+    """The file to write."""
+    write: Literal["pairs", "best_and_worst", "rankings"] = "pairs"
+    """pairs: every pair with a preference; best_and_worst: at most one pair for each prompt; rankings: each prompt with
+    its completions, the best first, and their ranks."""
+    min_gap: NonNegative = 0.0
+    """Pairs whose scores differ by less are ties (judge.type=scores)."""
+    compare_with: DatasetConfig | None = None
+    """Pairs that people have labelled, for the agreement with them; the judge is asked about each. null: none."""
+    batch: Count = 64
+    """Prompts judged together; a run that is interrupted loses at most these."""
+    plugins: list[str] = []
+    """Your own files and modules that define judges or reward sources."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelResult:
+    """What labelling gave: the file, counts, and the agreement with people."""
+
+    out: Path
+    judge: str
+    prompts: int
+    completions: int
+    written: int  # rows of the file
+    compared: int  # pairs of completions
+    ties: int  # of them, without a preference
+    answers: int  # of a language model
+    unreadable: int  # of them
+    inconsistent: float | None  # share of pairs that a language model judges differently in the other order
+    first_shown: float | None  # share of its decided answers for the side shown first; 1/2 is no bias
+    agreement: Agreement | None
+
+    def lines(self) -> list[str]:
+        """Return the result as lines for a person."""
+        lines = [
+            f"{self.judge}: {self.completions:,} completions of {self.prompts:,} prompts, {self.compared:,} pairs, "
+            f"{self.ties:,} of them ties"
+        ]
+        if self.answers:
+            lines.append(f"{self.unreadable:,} of {self.answers:,} answers could not be read")
+        if self.inconsistent is not None and self.first_shown is not None:
+            lines.append(
+                f"{self.inconsistent:.1%} of the pairs judged differently when swapped (ties); "
+                f"{self.first_shown:.1%} of the decided answers favor the side shown first"
+            )
+        if self.agreement is not None:
+            value, kappa = (_interval(figure) for figure in (self.agreement.accuracy, self.agreement.kappa))
+            lines.append(
+                f"agreement with people on {self.agreement.pairs:,} pairs: accuracy {value}, Cohen's kappa {kappa}, "
+                f"{self.agreement.ties:,} ties (95 % intervals)"
+            )
+        return [*lines, f"{self.written:,} rows written to {self.out}"]
+
+
+def _interval(figure: tuple[float, float, float]) -> str:
+    value, low, high = figure
+    return f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def label(config: LabelConfig, *, note: Callable[[str], None] = lambda _: None, resume: bool = True) -> LabelResult:
+    """Label the completions, write the file, and compare the judge with people if asked.
+
+    Args:
+        config: what to label, and how.
+        note: receives messages for the user.
+        resume: go on from the labels of an earlier call; False asks again.
+
+    Raises:
+        DataError: a file cannot be read, or the labels beside `out` are those of another judge.
+        RewardError: the judge fails.
+    """
+    groups, counts = read_groups(config.completions)
+    note(counts.summary())
+    people: list[Group] = []
+    if config.compare_with is not None:
+        people, counts = read_human_pairs(config.compare_with)
+        note(counts.summary())
+    labels = Labels(Path(f"{config.out}.labels.jsonl"), config, resume=resume)
+    waiting = labels.missing([*groups, *people])
+    if len(waiting) < len({group.digest for group in (*groups, *people)}):
+        note(f"going on from {labels.path}: {len(waiting):,} prompts are left")
+    if waiting:
+        ask = config.judge.build(note)
+        for start in range(0, len(waiting), config.batch):
+            batch = waiting[start : start + config.batch]
+            labels.add(batch, ask(batch))
+            note(f"{start + len(batch):,} of {len(waiting):,} prompts judged")
+    verdicts = [labels.of(group) for group in groups]
+    rows = [row for pair in zip(groups, verdicts, strict=True) for row in rows_of(*pair, config)]
+    _write(Path(config.out), rows)
+    return _result(config, groups, verdicts, len(rows), people, labels)
+
+
+class Labels:
+    """The verdicts so far, one line for each group, in the file beside the result."""
+
+    def __init__(self, path: Path, config: LabelConfig, *, resume: bool) -> None:
+        """Read the verdicts of an earlier call; a line that was cut off is dropped.
+
+        Raises:
+            DataError: they are those of another judge.
+        """
+        self.path = path
+        self.judge = json.dumps(config.judge.model_dump(mode="json"), sort_keys=True)
+        self.verdicts: dict[str, Verdict] = {}
+        if not resume:
+            path.unlink(missing_ok=True)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+        complete = [line for line in lines if line.endswith("\n")]
+        for line in complete:
+            self._read(json.loads(line))
+        if len(complete) < len(lines):
+            path.write_text("".join(complete), encoding="utf-8")
+
+    def _read(self, row: Mapping[str, Any]) -> None:
+        if row["judge"] != self.judge:
+            raise DataError(
+                f"{self.path} has labels of another judge, {row['judge']}: name another out, or ask again "
+                "(--again; in Python resume=False)"
+            )
+        fields = {**row["verdict"], "scores": tuple(row["verdict"]["scores"])}
+        fields["wins"] = tuple(map(tuple, row["verdict"]["wins"]))
+        self.verdicts[row["group"]] = Verdict(**fields)
+
+    def missing(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups without a verdict, each once."""
+        return list({group.digest: group for group in groups if group.digest not in self.verdicts}.values())
+
+    def add(self, groups: Sequence[Group], verdicts: Sequence[Verdict]) -> None:
+        """Append the verdicts of groups to the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            for group, verdict in zip(groups, verdicts, strict=True):
+                self.verdicts[group.digest] = verdict
+                row = {"group": group.digest, "judge": self.judge, "verdict": asdict(verdict)}
+                file.write(json.dumps(row) + "\n")
+
+    def of(self, group: Group) -> Verdict:
+        """Return the verdict of a group."""
+        return self.verdicts[group.digest]
+
+
+def preferred(verdict: Verdict, i: int, j: int, *, min_gap: float) -> float:
+    """Return 1 where completion i is preferred to j, 0 where j is, 1/2 where neither is."""
+    if verdict.is_scored and abs(verdict.scores[i] - verdict.scores[j]) < min_gap:
+        return 0.5
+    return verdict.wins[i][j]
+
+
+def rows_of(group: Group, verdict: Verdict, config: LabelConfig) -> list[dict[str, Any]]:
+    """Return the rows of a group in the result, in the format that `rlhf reward` and DPO read, or as a ranking."""
+    order = sorted(range(len(group.completions)), key=lambda i: -verdict.scores[i])  # stable: as in the file
+    if config.write == "rankings":
+        ranks = [1 + sum(score > verdict.scores[i] for score in verdict.scores) for i in order]
+        texts = [group.completions[i] for i in order]
+        scores = [verdict.scores[i] for i in order]
+        return [{"prompt": group.prompt, "completions": texts, "ranks": ranks, "scores": scores}]
+    chosen = combinations(order, 2) if config.write == "pairs" else [(order[0], order[-1])]
+    rows = []
+    for i, j in chosen:
+        outcome = preferred(verdict, i, j, min_gap=config.min_gap)
+        if outcome != 0.5:
+            better, worse = (i, j) if outcome == 1 else (j, i)
+            rows.append(_pair_row(group, verdict, better, worse))
+    return rows
+
+
+def _pair_row(group: Group, verdict: Verdict, better: int, worse: int) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "prompt": group.prompt,
+        "chosen": _side(group, better),
+        "rejected": _side(group, worse),
+    }
+    if verdict.is_scored:
+        row |= {"score_chosen": verdict.scores[better], "score_rejected": verdict.scores[worse]}
+    return row
+
+
+def _side(group: Group, number: int) -> object:
+    """Return a completion in the form of its prompt: text, or an assistant's message."""
+    text = group.completions[number]
+    return text if isinstance(group.prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    from rlhf.tracking.run_folder import write_atomically
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _result(
+    config: LabelConfig,
+    groups: Sequence[Group],
+    verdicts: Sequence[Verdict],
+    written: int,
+    people: Sequence[Group],
+    labels: Labels,
+) -> LabelResult:
+    outcomes = [
+        preferred(verdict, i, j, min_gap=config.min_gap)
+        for verdict in verdicts
+        for i, j in combinations(range(len(verdict.scores)), 2)
+    ]
+    asked = [*verdicts, *(labels.of(group) for group in people)]
+    compared, decided = sum(v.compared for v in asked), sum(v.decided for v in asked)
+    return LabelResult(
+        out=Path(config.out),
+        judge=config.judge.describe(),
+        prompts=len(groups),
+        completions=sum(len(group.completions) for group in groups),
+        written=written,
+        compared=len(outcomes),
+        ties=outcomes.count(0.5),
+        answers=sum(v.answers for v in asked),
+        unreadable=sum(v.unreadable for v in asked),
+        inconsistent=sum(v.inconsistent for v in asked) / compared if compared else None,
+        first_shown=sum(v.first_shown for v in asked) / decided if decided else None,
+        agreement=_agreement([labels.of(group) for group in people], config.min_gap) if people else None,
+    )
+
+
+def _agreement(verdicts: Sequence[Verdict], min_gap: float) -> Agreement:
+    """Compare the verdicts with people's, who prefer the first of each pair."""
+    import torch
+
+    from rlhf.evaluation.win_rate import RESAMPLES
+    from rlhf.runtime.seeding import generator
+
+    outcomes = torch.tensor([preferred(v, 0, 1, min_gap=min_gap) for v in verdicts], dtype=torch.float64)
+    draws = torch.randint(len(outcomes), (RESAMPLES, len(outcomes)), generator=generator(0, "agreement"))
+    return agreement(outcomes, draws)

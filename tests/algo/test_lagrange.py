@@ -1,0 +1,94 @@
+"""The Lagrange multiplier: its step and its combination by hand, its bounds, and what the configuration refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from algo_cases import close, table
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.algorithms.lagrange import Lagrange
+from rlhf.config.files import merge
+from rlhf.config.load import train_config
+from rlhf.errors import ConfigError
+
+TREE: dict[str, Any] = {
+    "policy": {"model": "m"},
+    "data": {"prompts": {"path": "p"}},
+    "reward": {"source": {"type": "model", "path": "rm"}, "cost": {"source": {"type": "model", "path": "cm"}}},
+    "algorithm": {"preset": "ppo_lag"},
+}
+
+
+def test_a_step_by_hand() -> None:
+    """Cost 3.5 at a limit of 3 and a multiplier of 2: ln λ rises by 0.1 · 2 · 0.5."""
+    lagrange = Lagrange(cost_limit=3.0, lr=0.1)
+    assert lagrange.next_multiplier(2.0, cost=3.5) == pytest.approx(2.0 * math.exp(0.1))
+    assert lagrange.next_multiplier(2.0, cost=2.0) == pytest.approx(2.0 * math.exp(-0.2))
+    assert lagrange.next_multiplier(2.0, cost=3.0) == pytest.approx(2.0)
+
+
+def test_the_step_ascends_the_lagrangian_in_log_space() -> None:
+    log_multiplier = torch.tensor(math.log(0.7), dtype=torch.float64, requires_grad=True)
+    (log_multiplier.exp() * (4.2 - 1.2)).backward()
+    assert log_multiplier.grad is not None
+    moved = Lagrange(cost_limit=1.2, lr=0.05, start=0.7).next_multiplier(0.7, cost=4.2)
+    assert math.log(moved) == pytest.approx(math.log(0.7) + 0.05 * log_multiplier.grad.item())
+
+
+def test_the_step_is_projected() -> None:
+    lagrange = Lagrange(cost_limit=0.0, lr=1.0, lowest=0.5, highest=4.0)
+    assert lagrange.next_multiplier(3.0, cost=10.0) == pytest.approx(4.0)
+    assert lagrange.is_at_limit(lagrange.next_multiplier(3.0, cost=10.0))
+    assert lagrange.next_multiplier(1.0, cost=-10.0) == pytest.approx(0.5)
+    assert not lagrange.is_at_limit(3.9)
+
+
+@given(st.floats(0.001, 20.0), st.floats(-1e6, 1e6))
+def test_a_multiplier_stays_within_its_bounds(multiplier: float, cost: float) -> None:
+    moved = Lagrange().next_multiplier(multiplier, cost=cost)
+    assert 0.001 * (1 - 1e-9) <= moved <= 20.0 * (1 + 1e-9)
+    assert (moved - multiplier) * cost >= -1e-9
+
+
+def test_an_unknown_cost_moves_nothing() -> None:
+    assert Lagrange().next_multiplier(1.7, cost=math.nan) == 1.7
+
+
+def test_the_combination_by_hand() -> None:
+    """λ = 3: (4 - 3 · 2) / 4 and (1 - 3 · (-1)) / 4."""
+    close(Lagrange().combine(table([4.0, 1.0])[0], table([2.0, -1.0])[0], 3.0), [-0.5, 1.0])
+
+
+@given(st.floats(0.001, 20.0))
+def test_a_cost_that_is_the_negative_score_changes_nothing(multiplier: float) -> None:
+    """(s + λ s) / (1 + λ) = s: the scale of what is trained on does not grow with the multiplier."""
+    scores = table([0.3, -1.0, 2.0])[0]
+    close(Lagrange().combine(scores, -scores, multiplier), scores)
+
+
+def refused(**changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train_config(merge(TREE, changes))
+    return str(caught.value)
+
+
+def test_the_preset_needs_a_cost() -> None:
+    assert "reward.cost.source" in refused(reward={"cost": None})
+    assert train_config(TREE).algorithm.lagrange == Lagrange()
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    rescue = {"hints": [{"column": "hint"}]}
+    groups = {"sampling": {"completions_per_prompt": 4}, "algorithm": {"preset": "grpo", "lagrange": {}}}
+    assert train_config(merge(TREE, groups)).algorithm.lagrange is not None
+    assert "algorithm.rescue tells successes" in refused(**merge(groups, {"algorithm": {"rescue": rescue}}))
+    gdpo = {"type": "ensemble", "how": "gdpo", "sources": [{"type": "model", "path": "a"}]}
+    assert "no mean to limit" in refused(reward={"cost": {"source": gdpo}})
+    centered = merge(groups, {"algorithm": {"advantage": {"baseline": "centered"}}})
+    assert "cannot be weighed" in refused(**merge(centered, {"reward": {"source": gdpo}}))
+    assert "lagrange.start is 30" in refused(algorithm={"lagrange": {"start": 30}})

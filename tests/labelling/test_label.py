@@ -1,0 +1,348 @@
+"""Labels from judges: pairs and rankings that our readers read, both orders, ties, what cannot be read, agreement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_server import serving
+from runs import make_model, write_rows
+
+import rlhf
+from reward_model.model import score_rows
+from reward_model.source import OWN_TEMPLATE, encode_rows
+from rlhf.algo.agreement import agreement, verdict_kappa
+from rlhf.cli import main
+from rlhf.config.data import DatasetConfig, PreferencesConfig
+from rlhf.data.pairs import load_pairs
+from rlhf.data.templates import Rendered
+from rlhf.data.tokenizer import left_pad, load_tokenizer, make_encoder, right_pad
+from rlhf.errors import ConfigError, DataError, RewardError
+from rlhf.labelling.data import read_groups
+from rlhf.labelling.judges import judge_at, verdict_of_pairs, verdict_of_scores
+from rlhf.labelling.label import LabelConfig, label
+from rlhf.labelling.settings import label_settings
+from rlhf.models.scalar_head import load_reward_heads, load_scalar_head
+
+ROWS = [
+    {"prompt": "red", "completions": ["good", "bad bad", "good good good"]},
+    {"prompt": "blue", "completions": ["one", "two"]},
+]
+
+
+def longer(completions: list[str]) -> list[float]:
+    """The number of words."""
+    return [float(len(text.split())) for text in completions]
+
+
+LONGER = f"{__file__}:longer"
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def by_words(number: int, question: str) -> str:
+    """A served judge that prefers the answer with more words, and cannot decide between equal ones."""
+    first, second = (question.split(f"<answer {side}>")[1].split("</answer")[0].split() for side in "AB")
+    return "tie" if len(first) == len(second) else "A" if len(first) > len(second) else "B"
+
+
+def served(url: str, folder: Path, **changes: Any) -> LabelConfig:
+    chat = {"base_url": url, "model": "m", "cache_dir": str(folder / "cache"), "retries": 0}
+    tree = {
+        "completions": {"path": str(folder / "completions.jsonl")},
+        "judge": {"type": "pairs", "chat": chat},
+        "out": str(folder / "pairs.jsonl"),
+    }
+    return LabelConfig.model_validate({**tree, **changes})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_rows(tmp_path / "completions.jsonl", ROWS)
+    return tmp_path
+
+
+# Agreement
+
+
+def test_kappa_by_hand() -> None:
+    """Of 10 pairs 7 agree, 2 disagree and 1 is a tie: p_o = .7, p_e = .45, so (.7 - .45) / .55."""
+    outcomes = torch.tensor([1.0] * 7 + [0.0] * 2 + [0.5], dtype=torch.float64)
+    assert verdict_kappa(outcomes).item() == pytest.approx(0.25 / 0.55)
+    assert verdict_kappa(torch.ones(4)).item() == 1.0
+    assert verdict_kappa(torch.zeros(4)).item() == -1.0
+    assert verdict_kappa(torch.tensor([1.0, 0.0])).item() == 0.0
+    assert verdict_kappa(torch.full((3,), 0.5)).item() == 0.0
+
+
+def test_kappa_is_that_of_the_table_of_both_orders() -> None:
+    """Counted pair by pair in both orders: people and judge each name the first side, the second, or neither."""
+    outcomes = [1.0, 1.0, 0.0, 0.5, 1.0, 0.0]
+    table = torch.zeros(3, 3, dtype=torch.float64)
+    for outcome in outcomes:
+        for people in (0, 1):
+            judge = 2 if outcome == 0.5 else people if outcome == 1 else 1 - people
+            table[people, judge] += 1
+    table /= table.sum()
+    expected = (table.sum(1) * table.sum(0)).sum()
+    kappa = (table.trace() - expected) / (1 - expected)
+    assert verdict_kappa(torch.tensor(outcomes, dtype=torch.float64)).item() == pytest.approx(kappa.item())
+
+
+def test_the_interval_is_that_of_the_resamples() -> None:
+    outcomes = torch.tensor([1.0, 0.0, 1.0, 0.5])
+    result = agreement(outcomes, torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 2, 3]]))
+    assert (result.pairs, result.ties, result.accuracy[0]) == (4, 1, 0.625)
+    assert result.accuracy[1] == pytest.approx(0.025 * 2 * 0.625)  # between the smallest, 0, and the middle, .625
+    assert result.accuracy[2] == pytest.approx(0.625 + 0.95 * 0.375)
+
+
+# Verdicts
+
+
+def test_scores_make_a_verdict() -> None:
+    verdict = verdict_of_scores([1.0, 3.0, 1.0])
+    assert verdict.wins == ((0.5, 0.0, 0.5), (1.0, 0.5, 1.0), (0.5, 0.0, 0.5))
+
+
+def test_comparisons_make_a_verdict() -> None:
+    """0 beats 1 in both orders; 0 and 2 are judged by position; the answer about 1 and 2 cannot be read."""
+    answers = [("A", "B"), ("A", "A"), ("B", None)]
+    verdict = verdict_of_pairs(3, [1.0, 0.5, 0.5], answers)
+    assert verdict.wins == ((0.5, 1.0, 0.5), (0.0, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert verdict.scores == (1.5, 0.5, 1.0)
+    assert (verdict.answers, verdict.unreadable, verdict.compared, verdict.inconsistent) == (6, 1, 2, 1)
+    assert (verdict.first_shown, verdict.decided) == (3, 5)
+
+
+# Data
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"prompt": "p", "completions": ["a", "b"]}],
+        [{"prompt": "p", "completion": "a"}, {"prompt": "q", "completion": "c"}, {"prompt": "p", "completion": "b"}],
+        [{"prompt": "p", "chosen": "a", "rejected": "b"}],
+        [{"prompt": "p", "completions": ["a", "b", "a"]}],
+    ],
+)
+def test_completions_are_grouped_by_prompt(tmp_path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    groups, _ = read_groups(DatasetConfig(path=str(write_rows(tmp_path / "rows.jsonl", rows))))
+    assert [(group.prompt, group.completions) for group in groups] == [("p", ("a", "b"))]
+
+
+def test_a_file_without_anything_to_compare_is_refused(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "p", "completions": ["a", "a"]}])
+    with pytest.raises(DataError):
+        read_groups(DatasetConfig(path=str(rows)))
+
+
+# Labels
+
+
+def test_a_function_labels_pairs_that_our_reader_reads(folder: Path) -> None:
+    config = label_settings(str(folder / "completions.jsonl"), judge=LONGER, out=str(folder / "pairs.jsonl"))
+    result = label(config)
+    rows = written(folder / "pairs.jsonl")
+    assert [(row["chosen"], row["rejected"]) for row in rows] == [
+        ("good good good", "bad bad"),
+        ("good good good", "good"),
+        ("bad bad", "good"),
+    ]
+    assert rows[1]["score_chosen"] - rows[1]["score_rejected"] == 2.0
+    assert (result.prompts, result.completions, result.compared, result.ties, result.written) == (2, 5, 4, 1, 3)
+    tokenizer = load_tokenizer(str(make_model(folder / "model")))
+    pairs = load_pairs(PreferencesConfig(path=str(folder / "pairs.jsonl")), tokenizer, chat_template="none")
+    assert [pair.margin for pair in pairs.texts] == [1.0, 2.0, 1.0]
+
+
+def test_the_best_and_the_worst_alone_and_a_gap(folder: Path) -> None:
+    settings = {"judge": LONGER, "out": str(folder / "pairs.jsonl")}
+    label(label_settings(str(folder / "completions.jsonl"), ["write=best_and_worst"], **settings))
+    assert [row["rejected"] for row in written(folder / "pairs.jsonl")] == ["good"]
+    label(label_settings(str(folder / "completions.jsonl"), ["min_gap=2"], **settings))
+    assert [(row["chosen"], row["rejected"]) for row in written(folder / "pairs.jsonl")] == [("good good good", "good")]
+
+
+def test_rankings_have_the_best_first_and_share_ranks(folder: Path) -> None:
+    label(
+        label_settings(str(folder / "completions.jsonl"), ["write=rankings"], judge=LONGER, out=str(folder / "r.jsonl"))
+    )
+    first, second = written(folder / "r.jsonl")
+    assert first["completions"] == ["good good good", "bad bad", "good"]
+    assert first["ranks"] == [1, 2, 3]
+    assert second["ranks"] == [1, 1]
+    again, _ = read_groups(DatasetConfig(path=str(folder / "r.jsonl")))
+    assert again[0].completions == tuple(first["completions"])
+
+
+def test_a_served_judge_is_asked_in_both_orders_and_once(folder: Path) -> None:
+    with serving(by_words) as server:
+        result = label(served(server.url, folder))
+        assert len(server.requests) == 2 * (3 + 1)
+        label(served(server.url, folder), resume=False)
+        assert len(server.requests) == 8  # from the cache
+    assert (result.answers, result.unreadable, result.inconsistent, result.first_shown) == (8, 0, 0.0, 0.5)
+    assert (result.written, result.ties) == (3, 1)
+    assert "score_chosen" not in written(folder / "pairs.jsonl")[0]
+
+
+def test_a_judge_by_position_prefers_nobody_and_that_is_told(folder: Path) -> None:
+    with serving(lambda number, question: "A") as server:
+        result = label(served(server.url, folder))
+    assert (result.written, result.ties, result.inconsistent, result.first_shown) == (0, 4, 1.0, 1.0)
+    assert "100.0% of the pairs judged differently" in "\n".join(result.lines())
+
+
+def test_answers_that_cannot_be_read_are_ties_and_counted(folder: Path) -> None:
+    with serving(lambda n, question: "hm" if "blue" in question else by_words(n, question)) as server:
+        result = label(served(server.url, folder))
+    assert (result.unreadable, result.answers, result.ties) == (2, 8, 1)
+    assert "2 of 8 answers could not be read" in "\n".join(result.lines())
+
+
+def test_agreement_with_people(folder: Path) -> None:
+    people = [
+        {"prompt": "red", "chosen": "good good good", "rejected": "good"},
+        {"prompt": "red", "chosen": "good", "rejected": "bad bad"},
+        {"prompt": "new", "chosen": "a b", "rejected": "a"},
+        {"prompt": "new", "chosen": "a", "rejected": "b"},
+    ]
+    write_rows(folder / "people.jsonl", people)
+    config = label_settings(
+        str(folder / "completions.jsonl"),
+        judge=LONGER,
+        out=str(folder / "pairs.jsonl"),
+        compare_with=str(folder / "people.jsonl"),
+    )
+    agreed = label(config).agreement
+    assert agreed is not None
+    assert (agreed.pairs, agreed.ties, agreed.accuracy[0]) == (4, 1, 2.5 / 4)
+    assert agreed.kappa[0] == pytest.approx((0.5 - 0.375) / 0.625)
+    assert agreed.accuracy[1] <= agreed.accuracy[0] <= agreed.accuracy[2]
+    assert len(written(folder / "pairs.jsonl")) == 3  # people's pairs are no part of it
+
+
+def test_an_interrupted_call_goes_on(folder: Path) -> None:
+    def fails_late(number: int, question: str) -> Any:
+        return (500, b"") if "blue" in question else by_words(number, question)
+
+    with serving(fails_late) as server:
+        with pytest.raises(RewardError):
+            label(served(server.url, folder, batch=1))
+        url = server.url
+        assert not (folder / "pairs.jsonl").exists()
+        assert len((folder / "pairs.jsonl.labels.jsonl").read_text().splitlines()) == 1
+        with (folder / "pairs.jsonl.labels.jsonl").open("a") as file:
+            file.write('{"group": "cut of')
+    with serving(by_words) as server:
+        same = json.loads((folder / "pairs.jsonl.labels.jsonl").read_text().splitlines()[0])
+        text = json.dumps({**same, "judge": same["judge"].replace(url, server.url)}) + '\n{"group": "cut of'
+        (folder / "pairs.jsonl.labels.jsonl").write_text(text)
+        notes: list[str] = []
+        result = label(served(server.url, folder, batch=1), note=notes.append)
+        assert len(server.requests) == 2  # the other prompt's pair alone
+    assert (result.written, result.answers) == (3, 8)
+    assert any("1 prompts are left" in text for text in notes)
+
+
+def test_labels_of_another_judge_are_not_taken(folder: Path) -> None:
+    settings = {"out": str(folder / "pairs.jsonl")}
+    label(label_settings(str(folder / "completions.jsonl"), judge=LONGER, **settings))
+    other = label_settings(str(folder / "completions.jsonl"), ["judge.source.kwargs={}"], judge=LONGER, **settings)
+    label(other)
+    rules = {"type": "scores", "source": {"type": "rules", "rules": [{"type": "length", "max": 9}]}}
+    config = LabelConfig.model_validate(
+        {"completions": {"path": str(folder / "completions.jsonl")}, "judge": rules, **settings}
+    )
+    with pytest.raises(DataError, match="labels of another judge"):
+        label(config)
+    label(config, resume=False)
+
+
+def test_a_conversation_stays_one(tmp_path: Path) -> None:
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt, "completions": ["a b", "a"]}])
+    label(label_settings(str(path), judge=LONGER, out=str(tmp_path / "pairs.jsonl")))
+    (row,) = written(tmp_path / "pairs.jsonl")
+    assert row["prompt"] == prompt
+    assert row["chosen"] == [{"role": "assistant", "content": "a b"}]
+
+
+# Commands
+
+
+def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["label", str(folder / "completions.jsonl"), "--judge", LONGER, "--out", str(folder / "o.jsonl")]
+    assert main([*arguments, "write=best_and_worst"]) == 0
+    assert "1 rows written to" in capsys.readouterr().out
+    assert main([*arguments, "--judge", "runs/none"]) == 2
+    assert main(["label", str(folder / "none.jsonl"), "--judge", LONGER]) == 2
+    assert main(["label", str(folder / "completions.jsonl")]) == 2
+    assert "judge is missing" in capsys.readouterr().err
+
+
+def test_from_python(tmp_path: Path) -> None:
+    people = [{"prompt": "red", "chosen": "good good good", "rejected": "good"}]
+    result = rlhf.label(
+        ROWS, judge=longer, out=tmp_path / "pairs.jsonl", compare_with=people, quiet=True, write="best_and_worst"
+    )
+    assert result.written == 1
+    assert result.agreement is not None
+    assert result.agreement.kappa[0] == 1.0
+
+
+def write_reward_model(folder: Path) -> Path:
+    """A reward model with a random head over the tiny Llama of runs.py."""
+    base = str(make_model(folder / "base"))
+    tokenizer = load_tokenizer(base)
+    load_scalar_head(base, tokenizer, new_head="normal").save(tokenizer, folder / "model")
+    return folder / "model"
+
+
+def test_a_reward_model_reads_texts_by_its_own_tokenizer(tmp_path: Path) -> None:
+    """The same scores as of the pairs in its card's way: encoded by its tokenizer, without ours in between."""
+    path = write_reward_model(tmp_path / "rm")
+    rows = [{"prompt": "red one", "completions": [" good good", " bad", " two blue"]}]
+    config = label_settings(
+        str(write_rows(tmp_path / "rows.jsonl", rows)),
+        ["write=rankings"],
+        judge=str(path),
+        out=str(tmp_path / "ranking.jsonl"),
+    )
+    label(config)
+    (row,) = written(tmp_path / "ranking.jsonl")
+    tokenizer = load_tokenizer(str(path))
+    model = load_reward_heads(str(path), tokenizer)
+    encoder = make_encoder(tokenizer, OWN_TEMPLATE)
+    rendered = [Rendered("red one", (text,), templated=False) for text in row["completions"]]
+    prompts, completions = encode_rows(encoder, rendered, [True] * 3)
+    ids = (*left_pad(prompts, encoder.pad_id), *right_pad(completions, encoder.pad_id))
+    expected = score_rows(model, *ids, micro_batch_size=3, dtype="float32")
+    assert row["scores"] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert len(set(row["scores"])) == 3
+
+
+@pytest.mark.parametrize(
+    "place, kind",
+    [
+        ("runs/reward_model", {"type": "model", "path": "runs/reward_model"}),
+        ("my.py:f", {"type": "function", "target": "my.py:f"}),
+        ("http://h:8000/score", {"type": "remote", "url": "http://h:8000/score"}),
+    ],
+)
+def test_what_a_judge_is_told_apart_by_its_looks(place: str, kind: dict[str, str]) -> None:
+    assert judge_at(place) == {"type": "scores", "source": kind}
+    assert judge_at("http://h:8000/v1") == {"type": "pairs", "chat": {"base_url": "http://h:8000/v1"}}
+
+
+def test_an_endpoint_needs_the_name_of_its_model(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"judge\.chat\.model"):
+        label_settings(str(folder / "completions.jsonl"), judge="http://h:8000/v1")

@@ -1,0 +1,164 @@
+"""What is off by default in the online loop: each changes what it should, resumes exactly, or is refused.
+
+Running normalization of scores, whitening per minibatch, the adaptive clip range, V-trace, backtracking.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import largest_difference, online, ppo_tree, trained, weights
+
+from rlhf.algo.masked import whiten
+from rlhf.algo.moments import Moments
+from rlhf.config.files import merge
+from rlhf.config.load import train_config
+from rlhf.errors import ConfigError
+from rlhf.experience import compute_advantages, select_training_rows
+from rlhf.rewards.cost import REWARD
+from rlhf.training.annotate import annotate
+from rlhf.training.backtracking import halve_step
+from rlhf.training.collect import sample_and_score
+from rlhf.training.online import train
+
+NORMALIZED = {"reward": {"shaping": {"normalize": "standardize"}}}
+ADAPTED = {"algorithm": {"policy_loss": {"adapt_to": 0.01}}}
+PER_MINIBATCH = {"algorithm": {"advantage": {"whiten_over": "minibatch"}}}
+VTRACE = {"overlap": {"ahead": True, "ratio_cap": 1.0, "trace_cap": 1.0}}
+BACKTRACKED = {"algorithm": {"preset": "ppo_penalty", "policy_loss": {"target": 1e-3, "backtrack_above": 2.0}}}
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+
+
+def tree_of(folder: Path, *changes: dict[str, Any]) -> dict[str, Any]:
+    tree = ppo_tree(folder, eval={"every": 1}, checkpoint={"every": 2})
+    for change in changes:
+        tree = merge(tree, change)
+    return tree
+
+
+@pytest.mark.parametrize("change", [NORMALIZED, ADAPTED, PER_MINIBATCH, VTRACE, BACKTRACKED])
+def test_a_resumed_run_is_the_run(tmp_path: Path, change: dict[str, Any]) -> None:
+    tree = tree_of(tmp_path, change)
+    whole = trained(tree, f"run.out_dir={tmp_path / 'whole'}")
+    first = online(tree)
+    first.session.total_steps = 2
+    train(first)
+    first.session.recorder.close()
+    resumed = trained(tree)
+    assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
+    assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert vars(resumed.session.state)["score_moments"] == vars(whole.session.state)["score_moments"]
+
+
+@pytest.mark.parametrize("change", [NORMALIZED, ADAPTED, PER_MINIBATCH, BACKTRACKED])
+def test_each_changes_the_run(tmp_path: Path, change: dict[str, Any]) -> None:
+    base = {"algorithm": {"preset": change.get("algorithm", {}).get("preset", "ppo")}}
+    plain = trained(tree_of(tmp_path, base), f"run.out_dir={tmp_path / 'plain'}")
+    changed = trained(tree_of(tmp_path, change))
+    assert largest_difference(weights(plain.models.policy), weights(changed.models.policy)) > 1e-4
+
+
+def test_scores_are_on_the_scale_of_all_scores_so_far(tmp_path: Path) -> None:
+    run = online(tree_of(tmp_path, NORMALIZED))
+    first, second = sample_and_score(run, 1), sample_and_score(run, 2)
+    assert first is not None
+    assert second is not None
+    raw = [collected.scores.parts[REWARD] for collected in (first, second)]
+    assert first.scores.values.mean().item() == pytest.approx(0.0, abs=1e-6)
+    both = torch.cat(raw)
+    expected = (raw[1] - both.mean()) / both.std(correction=0)
+    assert torch.allclose(second.scores.values, expected, atol=1e-5)
+    assert Moments(**run.session.state.score_moments).count == len(both)
+    run.session.recorder.close()
+
+
+def test_a_greedy_baseline_is_on_the_same_scale(tmp_path: Path) -> None:
+    one = {"algorithm": {"preset": "remax"}, "batch": {"epochs": 1, "minibatches": 1}, "critic": {"init": "auto"}}
+    run = online(tree_of(tmp_path, one, NORMALIZED))
+    collected = sample_and_score(run, 1)
+    assert collected is not None
+    moments = Moments(**run.session.state.score_moments)
+    greedy = collected.baselines * moments.std + moments.mean
+    assert collected.metrics["score/greedy"] == pytest.approx(greedy.mean().item(), abs=1e-6)
+    run.session.recorder.close()
+
+
+def test_metrics_keep_the_unit_of_the_reward(tmp_path: Path) -> None:
+    trained(tree_of(tmp_path, NORMALIZED), "reward.shaping.normalize=scale")
+    rows = lines(tmp_path)
+    assert all(row["score/mean"] == pytest.approx(row["score/raw"]) for row in rows)
+    assert rows[0]["score/running_std"] == pytest.approx(rows[0]["score/std"], rel=1e-5)
+
+
+def test_a_minibatch_is_whitened_over_its_own_tokens(tmp_path: Path) -> None:
+    run = online(tree_of(tmp_path, PER_MINIBATCH))
+    collected = sample_and_score(run, 1)
+    assert collected is not None
+    experience = compute_advantages(annotate(run, collected), run.algorithm, run.coefs)
+    rows = select_training_rows(experience, run.algorithm).rows(torch.arange(8))
+    live = run.algorithm.advantage.of_minibatch(rows).advantages[rows.loss_mask]  # type: ignore[arg-type]
+    assert live.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert live.std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
+    assert torch.equal(live, whiten(rows.advantages, rows.loss_mask)[rows.loss_mask])  # type: ignore[union-attr]
+    raw = (experience.returns - experience.values)[experience.loss_mask]
+    assert torch.allclose(experience.advantages[experience.loss_mask], raw, atol=1e-6)
+    run.session.recorder.close()
+
+
+def test_the_clip_range_follows_the_kl(tmp_path: Path) -> None:
+    trained(tree_of(tmp_path, ADAPTED), "algorithm.policy_loss.adapt_to=1e-6")
+    assert [row["policy/clip_scale"] for row in lines(tmp_path)] == pytest.approx([1.0, 1 / 1.5, 1 / 2.25, 1 / 3.375])
+
+
+def test_vtrace_corrects_from_the_second_step_on(tmp_path: Path) -> None:
+    plain = trained(tree_of(tmp_path, {"overlap": {"ahead": True}}), f"run.out_dir={tmp_path / 'plain'}")
+    corrected = trained(tree_of(tmp_path, VTRACE))
+    first, second = (
+        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[1]) for name in ("plain", "run")
+    )
+    assert first["critic/return"] == pytest.approx(second["critic/return"], abs=1e-6)  # the policy sampled it itself
+    assert largest_difference(weights(plain.models.policy), weights(corrected.models.policy)) > 1e-5
+
+
+def test_half_of_a_step_by_hand() -> None:
+    weight = torch.tensor([3.0, -1.0])
+    halve_step([weight], [torch.tensor([1.0, -1.0])])
+    assert weight.tolist() == [2.0, -1.0]
+
+
+def test_a_step_that_goes_too_far_is_moved_back(tmp_path: Path) -> None:
+    trained(tree_of(tmp_path, BACKTRACKED), "policy.lr=3e-2")
+    rows = lines(tmp_path)
+    assert max(row["policy/backtracks"] for row in rows) >= 1
+    assert all(row["kl/old_kept"] <= 2e-3 for row in rows)
+    assert any(row["kl/old_last"] > 2e-3 for row in rows)
+
+
+LAGRANGE = {"reward": {"cost": {"source": {"type": "model", "path": "cm"}}}, "algorithm": {"lagrange": {}}}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ([NORMALIZED, LAGRANGE], r"reward\.shaping\.normalize changes the scale"),
+        ([ADAPTED, {"batch": {"epochs": 1, "minibatches": 1}}], "adapt_to is steered by"),
+        ([PER_MINIBATCH, {"batch": {"minibatches": 4}}], "noise"),
+        ([{"overlap": {"trace_cap": 1.0}}], r"set overlap\.ahead=true"),
+        ([VTRACE, {"overlap": {"trace_cap": 2.0}}], "must not be above"),
+        (
+            [VTRACE, {"algorithm": {"preset": "rloo"}, "sampling": {"completions_per_prompt": 2}}],
+            r"needs advantage\.type=gae",
+        ),
+        ([BACKTRACKED, {"sharding": "zero2"}], r"backtrack_above moves whole weights"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, changes: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_config(tree_of(tmp_path, *changes))
