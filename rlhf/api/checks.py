@@ -18,6 +18,7 @@ from rlhf.data.paths import DATA_PREFIXES, Lookups, check_files, check_out_dir, 
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.lab.build import PREFIX, resolve_lab_paths
 from rlhf.plugins import load_plugins
+from rlhf.rewards.pair_judge import PairwiseJudge
 from rlhf.suites.suite import Suite, find_suite
 
 START = "start"
@@ -194,6 +195,8 @@ def check_arm_files(plan: Plan, lookups: Lookups | None = None, *checks: Callabl
     check_out_dir(str(plan.folder), "out_dir")
     lookups = Lookups() if lookups is None else lookups
     problems: dict[str, str] = {}  # by what is wrong: most is common to all arms
+    if plan.config.pairs is not None:
+        _check_pair_judge(plan.config.pairs.judge)
     for cell in plan.untuned():
         train = cell.config.train
         calls = [partial(check_files, train, lookups), *(partial(check, train) for check in checks)]
@@ -212,6 +215,18 @@ def _check_suite(name: str, settings: Mapping[str, Any]) -> None:
         check_suite_files(validate(find_suite(name)[0], dict(settings)))
     except UserError as error:
         raise ConfigError(f"suites.{name}: {error}") from error
+
+
+def _check_pair_judge(judge: PairwiseJudge) -> None:
+    """Check the functions and models of a judge of pairs.
+
+    Raises:
+        UserError: one is missing or wrong.
+    """
+    judge.check()
+    lines = [f"pairs.judge.{key}: {problem}" for key, path in judge.models() if (problem := missing_model(path))]
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def check_suite_files(settings: Suite) -> None:

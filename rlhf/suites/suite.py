@@ -155,6 +155,12 @@ class AnswerSuite(Suite):
         return self.greedy
 
 
+def suite_names() -> list[str]:
+    """Return the names of the suites; of one with tasks, NAME:TASK."""
+    suites: dict[str, type[Suite]] = Suite.choices()
+    return [f"{name}:TASK" if suite.example_task else name for name, suite in suites.items()]
+
+
 def find_suite(name: str) -> tuple[type[Suite], str]:
     """Return the suite of that name, and the task of NAME:TASK (empty for a suite without tasks).
 
@@ -165,7 +171,7 @@ def find_suite(name: str) -> tuple[type[Suite], str]:
     key, colon, task = name.partition(":")
     suite = suites.get(key)
     if suite is None or (colon and not suite.example_task):
-        names = [f"{known}:TASK" if suites[known].example_task else known for known in suites]
+        names = suite_names()
         hint = did_you_mean(name, [*suites, *names], cutoff=0.4)
         raise ConfigError(f"--suite: {name!r} is not one of {', '.join(names)}{hint}")
     if suite.example_task and not task:
