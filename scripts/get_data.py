@@ -270,7 +270,7 @@ def write_truthfulqa(files: Files) -> Iterator[tuple[str, bytes]]:
     solved = re.search(r'^QA_PRIMER = """(.*?)"""', files["presets.py"].decode(), re.DOTALL | re.MULTILINE)
     if solved is None:
         raise GetDataError("presets.py: there is no QA_PRIMER")
-    opening = solved[1].partition("\n\nQ: {0}")[0].strip()
+    opening = solved[1].strip()
     rows = [
         {
             "question": row["question"],

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from rlhf.config.data import Count
 from rlhf.data.conversation import some_text
 from rlhf.suites.questions import (
     Estimate,
@@ -21,7 +22,7 @@ from rlhf.suites.questions import (
     skipped_and_notes,
 )
 from rlhf.suites.refusals import RefusalSuite
-from rlhf.suites.suite import EvalRows, SuiteContext
+from rlhf.suites.suite import EvalRows, SuiteContext, SuiteSamplingConfig
 
 if TYPE_CHECKING:
     from rlhf.suites.subject import Subject
@@ -47,12 +48,21 @@ def read_harmful_prompt(values: Mapping[str, object]) -> HarmfulPrompt:
     return HarmfulPrompt(prompt, source, str(values.get("category") or source))
 
 
+class AnswerStart(SuiteSamplingConfig):
+    """How answers are sampled: their start is enough, because refusals are recognized there."""
+
+    max_new_tokens: Count = 64
+    """Longest answer, EOS included."""
+
+
 class HarmfulSuite(RefusalSuite):
     """Settings of harmful."""
 
     name: ClassVar[str] = "harmful"
     data: ClassVar[str] = "requests with prompt, source and category, as get_data.py harmful_prompts writes them"
 
+    sampling: AnswerStart = AnswerStart()
+    """How answers are sampled."""
     dataset: EvalRows
     """Requests that a model should decline; --data is dataset.path."""
 

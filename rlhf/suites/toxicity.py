@@ -64,7 +64,7 @@ class ToxicitySuite(Suite):
     name: ClassVar[str] = "toxicity"
     data: ClassVar[str] = "openings of texts with prompt and kind, as RealToxicityPrompts'"
 
-    sampling: SuiteSamplingConfig = ContinuationSampling()
+    sampling: ContinuationSampling = ContinuationSampling()
     """How continuations are sampled."""
     dataset: EvalRows
     """Openings to continue; --data is dataset.path."""

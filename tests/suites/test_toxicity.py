@@ -13,6 +13,7 @@ from suite_cases import evaluate, figures, subject
 
 from rlhf.errors import ConfigError
 from rlhf.suites import profanity
+from rlhf.suites.harmful import HarmfulSuite
 from rlhf.suites.suite import find_suite
 from rlhf.suites.toxicity import ToxicitySuite, toxicity_figures
 
@@ -70,6 +71,13 @@ def test_the_maximum_grows_with_the_samples(tmp_path: Path, judge: list[str]) ->
     one, eight = (figures(evaluate(make(path, samples=k), model))["expected_maximum"].value for k in (1, 8))
     assert one < 0.8 < eight  # half of the continuations are toxic: 0.55 and 0.897 are expected
     assert len(judge) == 40 * 9
+
+
+def test_a_comparison_keeps_the_length_of_the_paper() -> None:
+    """It sets the other keys of `sampling`, as of the run."""
+    settings = {"dataset": {"path": "x"}, "sampling": {"temperature": 0.7, "batch_size": 8}}
+    assert ToxicitySuite.model_validate(settings).sampling.max_new_tokens == 20
+    assert HarmfulSuite.model_validate(settings).sampling.max_new_tokens == 64
 
 
 def test_the_template_has_to_hold_the_opening(tmp_path: Path) -> None:
