@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -63,6 +64,7 @@ def load_function(target: str, *, what: str = "reward", error: type[UserError] =
     location, colon, name = target.rpartition(":")
     if not (colon and location and name):
         raise error(f"{what} target {target!r}: write module:function or path/to/file.py:function")
+    check_target(target, what=what, error=error)
     module = load_module(location, what=what, error=error)
     function = getattr(module, name, None)
     if function is None:
@@ -71,6 +73,40 @@ def load_function(target: str, *, what: str = "reward", error: type[UserError] =
         raise error(f"{what} target {target!r}: {name!r} is a {type(function).__name__}, not a function")
     checked: Callable[..., Any] = function
     return checked
+
+
+def check_target(target: str, *, what: str, error: type[UserError]) -> None:
+    """Check that a target path/to/file.py:function names a file that parses and defines the name; nothing is run.
+
+    So a slip is told before the file's imports (torch, say) take seconds. Other targets are not looked at.
+
+    Raises:
+        UserError: there is no such file, it cannot be parsed, or it defines no such name; of the class `error`.
+    """
+    location, _, name = target.rpartition(":")
+    if not location.endswith(".py"):
+        return
+    path = _existing(Path(location), what, error)
+    with UserCode(f"reading the {what} file {location!r}", error=error):
+        defined = _names_of(ast.parse(path.read_bytes(), filename=location))
+    if defined is not None and name not in defined:
+        raise error(f"{what} target {target!r}: {location} has no {name!r}{did_you_mean(name, sorted(defined))}")
+
+
+def _names_of(tree: ast.Module) -> set[str] | None:
+    """Return the names that the file binds at any place; None if only running it tells (`import *`, `globals()`)."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Name(id=found, ctx=ast.Store()):
+                names.add(found)
+            case ast.Import() | ast.ImportFrom():
+                names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            case ast.Name(id="globals" | "setattr" | "exec" | "vars" | "locals"):
+                return None
+    return None if {"*", "__getattr__"} & names else names
 
 
 def _object(target: str, what: str, error: type[UserError]) -> Callable[..., Any]:
@@ -111,9 +147,7 @@ def _load_module(name: str, what: str, error: type[UserError]) -> ModuleType:
 
 
 def _load_file(path: Path, what: str, error: type[UserError]) -> ModuleType:
-    if not path.is_file():
-        candidates = [str(other) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise error(f"no {what} file {str(path)!r}{did_you_mean(str(path), candidates)}")
+    _existing(path, what, error)
     name = f"{what} file {path.resolve()}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -123,6 +157,13 @@ def _load_file(path: Path, what: str, error: type[UserError]) -> ModuleType:
     with UserCode(f"importing the {what} file {str(path)!r}", error=error):
         spec.loader.exec_module(module)
     return module
+
+
+def _existing(path: Path, what: str, error: type[UserError]) -> Path:
+    if not path.is_file():
+        candidates = [str(other) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise error(f"no {what} file {str(path)!r}{did_you_mean(str(path), candidates)}")
+    return path
 
 
 def _suggest_function(name: str, module: ModuleType) -> str:

@@ -15,7 +15,8 @@ from rlhf.config.load import unread_keys
 from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, DataError, ModelError
 from rlhf.rewards.source import sources_in
-from rlhf.section import Section
+from rlhf.section import Section, walk
+from rlhf.user_code import check_target
 
 HUB_TIMEOUT_S = 10.0
 MODEL_PREFIXES = ("runs/", "models/", "checkpoints/", "outputs/")  # folders rather than organizations of the hub
@@ -107,7 +108,7 @@ def missing(path: str) -> str:
 
 
 def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None = None) -> None:
-    """Check that the data files and models of a configuration exist, and that its folder can be written.
+    """Check that the files, models and own functions of a configuration exist, and that its folder can be written.
 
     Other names than paths are hub ids; the hub is asked for each of them once, with a time limit.
 
@@ -116,7 +117,7 @@ def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None
         lookups: what is known of paths and hub ids already, when several runs are checked; new answers are added.
 
     Raises:
-        ConfigError: run.out_dir cannot be written.
+        ConfigError: run.out_dir cannot be written, or a file of the user's own code lacks a function.
         ModelError: a model is missing; the message has one line per missing path, data files included.
         DataError: only data files are missing.
     """
@@ -129,6 +130,15 @@ def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None
         raise ModelError("\n".join([*models, *data]))
     if data:
         raise DataError("\n".join(data))
+    _check_targets(config)
+
+
+def _check_targets(config: TrainConfig | RewardModelConfig) -> None:
+    """Look for the function of each section that has a `target`: a reward, a loss, an advantage."""
+    for key, section in walk(config):
+        target = getattr(section, "target", None)
+        if isinstance(target, str):
+            check_target(target, what=key, error=ConfigError)
 
 
 def check_out_dir(path: str, key: str = "run.out_dir") -> None:

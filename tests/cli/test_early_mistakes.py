@@ -137,6 +137,18 @@ def test_what_a_script_makes_is_told_with_its_command(tmp_path: Path) -> None:
         assert ending == "code 2 imported"
 
 
+@pytest.mark.parametrize("section", ["reward.source", "algorithm.policy_loss", "algorithm.advantage"])
+def test_a_function_that_a_file_lacks_is_told_at_once(section: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import torch\ndef score(**columns): ...\n")
+    target = f"{tmp_path}/mine.py:scor"
+    known = ["policy.model=docs", "critic.init=policy", "reward.source={type: function, target: math:sqrt}"]
+    _, errors, ending = run_cli(
+        "train", "configs/lab/ppo.yaml", *known, f"{section}={{type: function, target: '{target}'}}"
+    )
+    assert f"{section} target '{target}': {tmp_path}/mine.py has no 'scor'; did you mean score?" in errors
+    assert ending == "code 2 imported"
+
+
 @pytest.mark.parametrize("command", LIGHT)
 def test_what_trains_nothing_imports_nothing_slow(command: str, endings: dict[str, Ending]) -> None:
     output, errors, ending = endings[command]

@@ -212,11 +212,34 @@ def test_a_missing_name_in_a_file_is_named_with_the_nearest(tmp_path: Path) -> N
         load_function(f"{tmp_path / 'mine.py'}:scores")
 
 
+def test_a_missing_name_is_told_before_the_file_runs(tmp_path: Path) -> None:
+    written(tmp_path, "import no_such_helper_that_is_slow\ndef score(prompts, completions, references): ...")
+    with pytest.raises(RewardError, match="has no 'scores'; did you mean score"):
+        load_function(f"{tmp_path / 'mine.py'}:scores")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "from math import *\n",
+        "globals()['sqrt'] = abs\n",
+        "if True:\n    from math import sqrt\n",
+        "from math import floor as sqrt\n",
+    ],
+)
+def test_a_name_that_the_file_binds_in_another_way_is_found(body: str, tmp_path: Path) -> None:
+    written(tmp_path, body)
+    assert callable(load_function(f"{tmp_path / 'mine.py'}:sqrt"))
+
+
 @pytest.mark.parametrize(
     "body, message",
     [
-        ("import no_such_helper\n", r"ModuleNotFoundError: No module named 'no_such_helper' at .*mine\.py:1"),
-        ("x = 1\nx / 0\n", r"ZeroDivisionError: division by zero at .*mine\.py:2"),
+        (
+            "import no_such_helper\nscore = 0\n",
+            r"ModuleNotFoundError: No module named 'no_such_helper' at .*mine\.py:1",
+        ),
+        ("score = 1\nscore / 0\n", r"ZeroDivisionError: division by zero at .*mine\.py:2"),
         ("def score(:\n", r"SyntaxError"),
     ],
 )
