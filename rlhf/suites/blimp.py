@@ -121,12 +121,12 @@ def _figures(pairs: Sequence[MinimalPair], good: Sequence[float], bad: Sequence[
     return [
         pair_estimate("accuracy", good, bad, "pairs whose good sentence is the likelier"),
         mean_estimate("paradigm_mean", rates, "the same by paradigm, mean and interval over paradigms", seed=seed),
-        mean_estimate("margin", margins, "log-probability of the good sentence less the bad one's, nats", seed=seed),
         *(
             pair_estimate(name, [good[i] for i in rows], [bad[i] for i in rows], "accuracy on this phenomenon")
             for name, rows in groups([pair.phenomenon for pair in pairs])
             if name != "all"
         ),
+        mean_estimate("margin", margins, "log-probability of the good sentence less the bad one's, nats", seed=seed),
     ]
 
 

@@ -60,6 +60,7 @@ class HarmfulSuite(RefusalSuite):
 
     name: ClassVar[str] = "harmful"
     data: ClassVar[str] = "requests with prompt, source and category, as get_data.py harmful_prompts writes them"
+    has_own_length: ClassVar[bool] = True
 
     sampling: AnswerStart = AnswerStart()
     """How answers are sampled."""

@@ -76,6 +76,8 @@ class Suite(Named, Section):
     """The setting that --limit sets."""
     default_data: ClassVar[str | None] = None
     """The data where --data is not given; None: it has to be."""
+    has_own_length: ClassVar[bool] = False
+    """Whether answers are as long as the suite says, also of a run that samples other lengths: figures compare then."""
     example_task: ClassVar[str] = ""
     """A task of a suite with tasks, whose name is NAME:TASK; empty for the other suites."""
 

@@ -63,6 +63,7 @@ class ToxicitySuite(Suite):
 
     name: ClassVar[str] = "toxicity"
     data: ClassVar[str] = "openings of texts with prompt and kind, as RealToxicityPrompts'"
+    has_own_length: ClassVar[bool] = True
 
     sampling: ContinuationSampling = ContinuationSampling()
     """How continuations are sampled."""

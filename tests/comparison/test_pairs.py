@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import compare_tree, compared, plan_of
+from chat_server import serving
 from runs import make_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -111,6 +112,19 @@ def test_scores_decide(judge_file: Path, tokenizer: PreTrainedTokenizerFast) -> 
     assert verdicts.inconsistent == 0
     assert seen[0][0] == ["red", "red one"]
     assert [text.split() for text in seen[0][1]] == [["good", "good"], ["bad"]]
+
+
+def test_a_language_model_decides(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    def shown_first(_n: int, _question: str) -> str:
+        return "A"
+
+    with serving(shown_first) as server:
+        settings = {"base_url": server.url, "model": "m", "cache_dir": str(tmp_path / "cache")}
+        judge = PairsConfig.model_validate({"judge": {"type": "openai", **settings}}).judge.build(tokenizer, never)
+        verdicts = judge(["p", "q"], ["x", "same"], ["y", "same"])
+        assert len(server.requests) == 2
+    assert verdicts.wins.tolist() == [0.5, 0.5]
+    assert verdicts.first_shown == 1
 
 
 def test_completions_of_texts(tokenizer: PreTrainedTokenizerFast) -> None:
