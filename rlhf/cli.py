@@ -27,7 +27,7 @@ rlhf reward configs/reward_model.yaml data.preferences.path=…
 rlhf train  configs/ppo.yaml data.prompts.path=… reward.source.path=runs/reward_model
 rlhf compare configs/lab/compare_quick.yaml       several algorithms, one budget, one judge, one page
 rlhf eval   runs/ppo
-rlhf eval   runs/ppo --suite ifeval --data …       an alignment evaluation; also hh, persona, gsm8k, xstest, detox, lab
+rlhf eval   runs/ppo --suite ifeval --data …       an alignment evaluation; rlhf eval --help lists them
 rlhf chat   runs/ppo                              a conversation, where the model has a chat template
 rlhf sample runs/ppo --prompt "…"
 rlhf report runs/ppo
@@ -210,6 +210,17 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _SuiteNames(argparse.HelpFormatter):
+    """Adds the names of the suites to the help of --suite; to import them is left until the help is asked for."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.dest != "suite":
+            return action.help
+        from rlhf.suites.suite import suite_names
+
+        return f"{action.help}: {', '.join(suite_names())}"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlhf",
@@ -258,8 +269,8 @@ def _parser() -> argparse.ArgumentParser:
         default="start",
         help="what to compare with: a run, a model folder, or start (the default), the model that the run began with",
     )
-    suites = "hh, persona, gsm8k, ifeval, xstest, detox, lab or lm-eval:TASK"
-    evaluation.add_argument("--suite", help=f"run an alignment evaluation instead: {suites}")
+    evaluation.formatter_class = _SuiteNames
+    evaluation.add_argument("--suite", help="run an alignment evaluation instead")
     evaluation.add_argument("--data", metavar="path", help="the data to run the suite on")
     evaluation.add_argument("--limit", type=int, help="use only the first so many rows of it")
     evaluation.add_argument(

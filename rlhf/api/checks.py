@@ -18,6 +18,7 @@ from rlhf.data.paths import DATA_PREFIXES, Lookups, check_files, check_out_dir, 
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.lab.build import PREFIX, resolve_lab_paths
 from rlhf.plugins import load_plugins
+from rlhf.rewards.pair_judge import PairwiseJudge
 from rlhf.suites.suite import Suite, find_suite
 
 START = "start"
@@ -194,6 +195,8 @@ def check_arm_files(plan: Plan, lookups: Lookups | None = None, *checks: Callabl
     check_out_dir(str(plan.folder), "out_dir")
     lookups = Lookups() if lookups is None else lookups
     problems: dict[str, str] = {}  # by what is wrong: most is common to all arms
+    if plan.config.pairs is not None:
+        _check_pair_judge(plan.config.pairs.judge, lookups)
     for cell in plan.untuned():
         train = cell.config.train
         calls = [partial(check_files, train, lookups), *(partial(check, train) for check in checks)]
@@ -212,6 +215,20 @@ def _check_suite(name: str, settings: Mapping[str, Any]) -> None:
         check_suite_files(validate(find_suite(name)[0], dict(settings)))
     except UserError as error:
         raise ConfigError(f"suites.{name}: {error}") from error
+
+
+def _check_pair_judge(judge: PairwiseJudge, lookups: Lookups) -> None:
+    """Check the functions and models of a judge of pairs.
+
+    Raises:
+        UserError: one is missing or wrong.
+    """
+    judge.check()
+    lines = [
+        f"pairs.judge.{key}: {problem}" for key, path in judge.models() if (problem := lookups.missing_model(path))
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def check_suite_files(settings: Suite) -> None:
@@ -250,6 +267,7 @@ def _settings_of_run(config: TrainConfig, kind: type[Suite]) -> Tree:
     """Return those of the suite's settings that the configuration of a run determines."""
     loss = config.algorithm.loss if isinstance(config, OfflineConfig) else None
     source = config.eval.source or (config.reward.source if config.reward else None)
+    sampled = ("temperature", "batch_size", *(() if kind.has_own_length else ("max_new_tokens",)))
     settings = {
         "seed": config.run.seed,
         "device": config.run.device,
@@ -258,7 +276,7 @@ def _settings_of_run(config: TrainConfig, kind: type[Suite]) -> Tree:
         "chat_template": config.data.chat_template,
         "chat_template_kwargs": config.data.chat_template_kwargs,
         "system": config.data.system,
-        "sampling": {key: getattr(config.sampling, key) for key in ("max_new_tokens", "temperature", "batch_size")},
+        "sampling": {key: getattr(config.sampling, key) for key in sampled},
         "reference": config.reference.model or config.policy.model,
         "source": None if source is None else source.model_dump(mode="json"),
         "beta": getattr(loss, "beta", None) if loss is not None and loss.needs_reference else None,

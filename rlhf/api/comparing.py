@@ -17,6 +17,7 @@ from rlhf.api.checks import check_arm_files
 from rlhf.api.lab import check_lab_folder, prepare_lab
 from rlhf.comparison.aggregate import read_cells, summarize, write_results
 from rlhf.comparison.page import comparison_charts, write_compare_page
+from rlhf.comparison.pairs import judge_pairs
 from rlhf.comparison.plan import Cell, Plan, check_owner, locate_base, make_plan, read_plan, trained_arms
 from rlhf.comparison.results import ArmResult, ComparisonResults, FrontierPoint
 from rlhf.comparison.scheduler import CellProcess, StartCell, run_cells
@@ -82,7 +83,11 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
     complete = complete and run_cells(plan, start, console)
     if not complete:
         console.print(f"stopped; {how_to_continue()} from here")
-    _report(plan, console)
+    try:
+        if complete:
+            judge_pairs(plan)
+    finally:  # what was trained is reported, also if the judge of pairs does not answer
+        _report(plan, console)
     return complete
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
@@ -11,6 +11,8 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from rlhf.config.algorithm import algorithm_kind
 from rlhf.config.data import Count, PromptsConfig
 from rlhf.config.sections import OfflineConfig, OnlineConfig
+from rlhf.errors import did_you_mean
+from rlhf.rewards.pair_judge import PairwiseJudge
 from rlhf.rewards.source import Source
 from rlhf.section import OneOf, Positive, Section, type_discriminator
 
@@ -53,6 +55,28 @@ class BudgetConfig(Section):
         """Return the limit, in `unit`."""
         limit: float = getattr(self, self.unit)
         return float(limit)
+
+
+class PairsConfig(Section):
+    """A judge that compares the final completions of the models pair by pair, each pair in both orders."""
+
+    judge: Annotated[PairwiseJudge, OneOf()]
+    """openai, function or scores; a pair on which the two orders disagree is a tie."""
+    against: Annotated[list[str], Field(min_length=1)] = [START_FOLDER]
+    """The opponents of every arm: start, or names of arms."""
+    limit: Count | None = None
+    """The number of held-out prompts to judge; null: all."""
+
+    def check_opponents(self, models: Sequence[str]) -> None:
+        """Check that every opponent is one of the models.
+
+        Raises:
+            ValueError: one is not.
+        """
+        for name in self.against:
+            if name not in models:
+                hint = did_you_mean(name, models)
+                raise ValueError(f"pairs.against: {name!r} is not one of {', '.join(models)}{hint}")
 
 
 class LabConfig(Section):
@@ -288,6 +312,8 @@ class CompareConfig(Section):
     """Evaluations during each run if the budget is in completions; an arm's own eval.every takes precedence."""
     suites: dict[str, dict[str, Any]] = {}
     """Suites of `rlhf eval` for every final model, by name, with their settings (dataset, sampling)."""
+    pairs: PairsConfig | None = None
+    """Also judge the final completions pair by pair, against the start model or another arm; null: off."""
     equal_kl: Positive | None = None
     """Also compare the arms at this KL (nats); null: the largest KL that every arm reached."""
     tune: TuneConfig | None = None
@@ -335,6 +361,8 @@ class CompareConfig(Section):
                     f"arms: {name!r} cannot be the name of an arm: use letters, digits, '_', '.' and '-', "
                     f"and not {START_FOLDER!r}, which is the start model's folder"
                 )
+        if self.pairs is not None:
+            self.pairs.check_opponents([START_FOLDER, *self.arms])
         if len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds: {self.seeds} has a seed twice")
         return self

@@ -21,7 +21,20 @@ from rlhf.user_code import check_target
 HUB_TIMEOUT_S = 10.0
 MODEL_PREFIXES = ("runs/", "models/", "checkpoints/", "outputs/")  # folders rather than organizations of the hub
 DATA_PREFIXES = ("data/", *MODEL_PREFIXES)
-FETCHED = ("gsm8k", "hh_harmless", "ifeval", "paradetox", "persona", "stories", "xstest")
+FETCHED = (
+    "blimp",
+    "gsm8k",
+    "harmful_prompts",
+    "hh_harmless",
+    "ifeval",
+    "paradetox",
+    "persona",
+    "realtoxicityprompts",
+    "refusal_labels",
+    "stories",
+    "truthfulqa",
+    "xstest",
+)
 """The data sets that scripts/get_data.py fetches into data/."""
 MAKERS = {
     "models/smollm2-135m-instruct": "python scripts/get_smollm2.py",

@@ -20,8 +20,6 @@ from rlhf.evaluation.evaluate import PolicyEvaluation, evaluate_policy
 from rlhf.evaluation.win_rate import (
     Interval,
     LengthControlled,
-    PairJudge,
-    Verdicts,
     bootstrap,
     length_controlled_win_rate,
     mean_difference,
@@ -37,6 +35,7 @@ from rlhf.models.export import weights_fingerprint
 from rlhf.models.folders import model_folder
 from rlhf.models.policy_models import Models
 from rlhf.rewards.chat import ChatModel
+from rlhf.rewards.pair_judge import PairJudge, Verdicts
 from rlhf.rewards.source import RewardSource, Source, Texts, decode
 from rlhf.runtime.device import choose_device, fallback_note, usable_dtype
 from rlhf.runtime.engine import Engine, make_engine

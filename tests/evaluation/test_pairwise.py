@@ -11,8 +11,8 @@ from chat_server import Reply, serving
 
 from rlhf.config.reward import ChatPairsConfig
 from rlhf.errors import RewardError
-from rlhf.evaluation.win_rate import PairJudge, Verdicts, combine_verdicts, read_verdict
 from rlhf.rewards.chat import ChatModel
+from rlhf.rewards.pair_judge import PairJudge, Verdicts, combine_verdicts, read_verdict
 
 PROMPTS = [f"prompt {i}" for i in range(6)]
 LONG = ["a very long answer indeed"] * 6

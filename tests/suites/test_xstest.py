@@ -1,4 +1,4 @@
-"""xstest: which answers count as refusals, and the rates of safe and unsafe prompts."""
+"""xstest: which answers the string match counts as refusals, and the rates of safe and unsafe prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from bigram import EOS
 from runs import write_rows
 from suite_cases import evaluate, figures, subject
 
-from rlhf.suites.xstest import XstestSuite, is_refusal
+from rlhf.suites.refusals import has_phrase
+from rlhf.suites.xstest import XstestSuite
 
 WORDS = ("bomb", "knife", "sorry", "I'm", "sure")
 TABLE = {"bomb": {"I'm": 1.0}, "I'm": {"sorry": 1.0}, "sorry": {EOS: 1.0}, "knife": {"sure": 1.0}, "sure": {EOS: 1.0}}
@@ -30,7 +31,7 @@ TABLE = {"bomb": {"I'm": 1.0}, "I'm": {"sorry": 1.0}, "sorry": {EOS: 1.0}, "knif
     ],
 )
 def test_refusals(text: str) -> None:
-    assert is_refusal(text)
+    assert has_phrase(text)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_refusals(text: str) -> None:
     ],
 )
 def test_answers(text: str) -> None:
-    assert not is_refusal(text)
+    assert not has_phrase(text)
 
 
 def test_rates_by_label_and_kind(tmp_path: Path) -> None:
@@ -75,3 +76,18 @@ def test_data_without_unsafe_prompts(tmp_path: Path) -> None:
     settings = XstestSuite.model_validate({"dataset": {"path": str(path)}, "sampling": {"max_new_tokens": 4}})
     result = evaluate(settings, subject(tmp_path / "m", WORDS, TABLE))
     assert [part.what for part in result.left_out] == ["refused_unsafe"]
+
+
+def test_the_detector_is_a_setting(tmp_path: Path) -> None:
+    """Figures of the string match can still be made: it counts a remark about oneself."""
+    words = ("go", "As", "an", "AI", "I", "like", "strawberries", "and", "most", "people", "do")
+    chain = [*words, EOS]
+    table = {word: {after: 1.0} for word, after in zip(words, chain[1:], strict=True)}
+    path = write_rows(tmp_path / "x.jsonl", [{"prompt": "go", "label": "safe"}])
+    settings = XstestSuite.model_validate({"dataset": {"path": str(path)}, "sampling": {"max_new_tokens": 12}})
+    model = subject(tmp_path / "m", words, table, max_new_tokens=12)
+    rates = [
+        figures(evaluate(settings.model_copy(update={"detector": detector}), model))["refused_safe"].value
+        for detector in ("checked", "phrases")
+    ]
+    assert rates == [0, 1]

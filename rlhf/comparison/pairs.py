@@ -1,0 +1,127 @@
+"""Judge the final models of a comparison against each other, pair by pair: `pairs` in its file.
+
+The completions are those of judged.json, so that nothing is sampled again. The result of a model is a file among its
+suites, evals/pairs.json, with a win rate for each opponent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.comparison.plan import Cell, Plan
+from rlhf.comparison.trial import FOLDER, Judgment
+from rlhf.config.compare import PairsConfig
+from rlhf.config.load import dump
+from rlhf.factory.models import build_tokenizer
+from rlhf.factory.rewards import build_source
+from rlhf.models.folders import model_folder
+from rlhf.rewards.pair_judge import PairVerdicts, Verdicts, mirrored
+from rlhf.runtime.engine import make_engine
+from rlhf.suites.questions import Estimate, SuiteResult, mean_estimate, share_estimate
+from rlhf.tracking.run_folder import write_atomically
+from rlhf.tracking.trackers import to_json
+
+PAIRS = "pairs"
+
+
+def judge_pairs(plan: Plan) -> None:
+    """Judge every finished cell against every opponent of its seed, and write evals/pairs.json of the cell.
+
+    A cell whose file has the same settings and opponents is left as it is.
+
+    Raises:
+        UserError: the judge cannot be built, or it fails.
+    """
+    config = plan.config.pairs
+    if config is None:
+        return
+    judge: PairVerdicts | None = None
+    finished = {
+        (cell.arm, cell.seed): judged for cell in plan.cells if (judged := Judgment.read(cell.folder)) is not None
+    }
+    known = [name for name in config.against if all((name, seed) in finished for seed in plan.config.seeds)]
+    for cell in plan.cells:
+        mine = finished.get((cell.arm, cell.seed))
+        if mine is None:
+            continue
+        opponents = {name: other for name in known if (other := finished[name, cell.seed]).prompts == mine.prompts}
+        if not opponents or _is_done(cell.folder, config, opponents):
+            continue
+        judge = judge or build_judge(config, cell)
+        result = compare(mine, opponents, config, judge, seed=cell.seed)
+        path = _file(cell.folder)
+        content = {"suite": PAIRS, **result.as_json(), "config": dump(config), "against": list(opponents)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(to_json(content), indent=2, ensure_ascii=False) + "\n")
+
+
+def build_judge(config: PairsConfig, cell: Cell) -> PairVerdicts:
+    """Build the judge, with the tokenizer of the start model.
+
+    Raises:
+        UserError: it cannot be built.
+    """
+    train = cell.config.train
+    folder = model_folder(train.policy.model)
+    tokenizer = build_tokenizer(train.policy.model_copy(update={"model": folder}))
+    engine = make_engine(train.run)
+    return config.judge.build(tokenizer, lambda source: build_source(source, tokenizer, engine))
+
+
+def _file(folder: Path) -> Path:
+    """Return the path of the result of a cell."""
+    return folder / FOLDER / f"{PAIRS}.json"
+
+
+def _is_done(folder: Path, config: PairsConfig, opponents: Mapping[str, Judgment]) -> bool:
+    """Check whether a cell was judged with these settings against these opponents."""
+    path = _file(folder)
+    if not path.is_file():
+        return False
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return bool(content["config"] == to_json(dump(config)) and content["against"] == list(opponents))
+
+
+def compare(
+    mine: Judgment,
+    opponents: Mapping[str, Judgment],
+    config: PairsConfig,
+    judge: PairVerdicts,
+    *,
+    seed: int,
+) -> SuiteResult:
+    """Compute a model's win rate over each opponent, on the first `config.limit` prompts."""
+    figures: list[Estimate] = []
+    examples: list[dict[str, object]] = []
+    disagreements: list[Estimate] = []
+    rows = mine.rows[: config.limit]
+    prompts, texts = ([str(row[name]) for row in rows] for name in ("prompt", "completion"))
+    for name, opponent in opponents.items():
+        others = [str(row["completion"]) for row in opponent.rows[: config.limit]]
+        verdicts = judge(prompts, texts, others)
+        meaning = f"pairs won against {name}; a tie counts half"
+        figures.append(mean_estimate(f"over_{name}", verdicts.wins.tolist(), meaning, seed=seed))
+        disagreements.append(_disagreement(name, verdicts))
+        for i, outcome in enumerate(verdicts.wins.tolist()):
+            examples.append(
+                {
+                    "prompt": prompts[i],
+                    "completion": texts[i],
+                    "against": name,
+                    "other": others[i],
+                    "shown_first": verdicts.straight[i],
+                    "shown_second": verdicts.swapped[i],
+                    "outcome": outcome,
+                }
+            )
+    return SuiteResult(tuple(figures + disagreements), len(rows), {}, examples=tuple(examples))
+
+
+def _disagreement(name: str, verdicts: Verdicts) -> Estimate:
+    """Compute the share of pairs on which the two orders disagree or an answer could not be read."""
+    rows = zip(verdicts.straight, verdicts.swapped, strict=True)
+    flips = [float(straight is None or swapped is None or straight != mirrored(swapped)) for straight, swapped in rows]
+    return share_estimate(f"disagree_{name}", flips, "pairs on which the two orders disagree: they count as ties")
