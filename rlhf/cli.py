@@ -34,6 +34,7 @@ rlhf report runs/ppo
 rlhf push   runs/ppo owner/name --dry-run         the model to the hub, with a card; --dry-run prints the card
 rlhf export runs/ppo --gguf ppo.gguf              one file for llama.cpp
 rlhf serve-reward runs/reward_model --port 8000   for reward.source.type=remote
+rlhf serve-policy models/smollm2-135m-instruct    another process that samples, for sampling.backend=server
 rlhf config configs/ppo.yaml policy.lr=1e-6
 rlhf lint   configs/ppo.yaml batch.epochs=20      unsafe settings, each with its reason, its source and the fix
 rlhf launch --slurm configs/ppo.yaml --nodes 2 --gpus 8      print the job script; also --torchrun, --skypilot
@@ -308,6 +309,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--max-request-bytes", type=int, default=16 * 2**20, help="refuse larger requests")
     serve.add_argument("--max-batch", type=int, default=64, help="completions to score in one batch (default: 64)")
+    policy = verb("serve-policy", "sample for a trainer in another process, for sampling.backend=server", "run")
+    policy.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
+    policy.add_argument(
+        "--port", type=int, default=8001, help="port to listen on; 0 takes any that is free (default: 8001)"
+    )
+    policy.add_argument(
+        "--token-env", metavar="VAR", help="environment variable that holds the token which the trainer must send"
+    )
+    policy.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float64"),
+        default="float32",
+        help="precision, as policy.dtype of the run (default: float32)",
+    )
+    policy.add_argument(
+        "--weights",
+        choices=("exact", "int8"),
+        default="exact",
+        help="int8: round matrices to 8 bits a weight in this server only, to try sampling.correction (default: exact)",
+    )
+    policy.add_argument("--device", default="auto", help="where the model runs, as run.device (default: auto)")
+    policy.add_argument(
+        "--threads", type=int, metavar="N", help="threads of the arithmetic on a CPU (default: torch's)"
+    )
     quickstart = verb(
         "quickstart",
         "run the whole pipeline in the built-in lab: SFT, preference pairs, reward model, PPO, report",
@@ -551,6 +578,21 @@ def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
     serve_reward(parsed.target, options, os.environ, console)
 
 
+def _serve_policy(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.commands.serve_policy import PolicyOptions, serve_policy
+
+    options = PolicyOptions(
+        host=parsed.host,
+        port=parsed.port,
+        token_env=parsed.token_env,
+        dtype=parsed.dtype,
+        weights=parsed.weights,
+        device=parsed.device,
+        threads=parsed.threads,
+    )
+    serve_policy(parsed.target, options, os.environ, console)
+
+
 def _quickstart(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_train
     from rlhf.lab.build import lab_config
@@ -577,6 +619,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Console], int | None]] = {
     "chat": _chat,
     "sample": _sample,
     "serve-reward": _serve_reward,
+    "serve-policy": _serve_policy,
     "quickstart": _quickstart,
 }
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlhf.algorithms.advantage import StepSizes
+from rlhf.algorithms.correction import Correction
 from rlhf.algorithms.offline import Offline
 from rlhf.algorithms.online import Online
 from rlhf.config.algorithm import Algorithm
@@ -43,6 +44,7 @@ from rlhf.config.run import (
 )
 from rlhf.rewards.source import Source
 from rlhf.section import Needed, NonNegative, OneOf, Positive, Section
+from rlhf.serving.server import Server
 
 LogProbs = Literal["auto", "naive", "chunked"]
 Packing = Literal["auto", "off"]
@@ -204,8 +206,16 @@ class CriticConfig(OptimizerConfig):
 class SamplingConfig(Section):
     """Sampling of completions, from the full distribution, so that importance ratios and KL are exact."""
 
-    backend: Literal["auto", "fast", "hf"] = "auto"
-    """fast: our own decoding on the live weights; hf: transformers' generate; auto: fast if it supports the model."""
+    backend: Literal["auto", "fast", "hf", "server"] = "auto"
+    """fast: our own decoding on the live weights; hf: transformers' generate; auto: fast if it supports the model;
+    server: other processes or machines, which `server` names (online training; evaluation of a finished run samples in
+    its own process)."""
+    server: Annotated[Server, OneOf("rlhf")] | None = None
+    """The sampling servers; needed with backend=server, and unread otherwise."""
+    correction: Annotated[Correction, OneOf()] | None = None
+    """Importance weights for completions that another distribution than the policy's drew: a server with other
+    arithmetic, or an older policy. null: none, and with overlap.ahead token_truncate with overlap.ratio_cap. A name
+    alone is the correction with its usual cap."""
     completions_per_prompt: Count = 1
     """Completions sampled per prompt (the group size)."""
     max_new_tokens: Count = 128
@@ -220,6 +230,46 @@ class SamplingConfig(Section):
     recorded while sampling; auto: the sampler's, except in bfloat16, with a shared critic, or if they differ from the
     trainer's on the compared rows. In bfloat16, if a step is a single update on all its completions without a KL in
     the rewards, auto uses the update's own forward pass (ratio 1)."""
+
+    @field_validator("correction", mode="before")
+    @classmethod
+    def _expand_name(cls, value: object) -> object:
+        """Return the section for a name alone: correction=token_truncate."""
+        return {"type": value} if isinstance(value, str) else value
+
+    @property
+    def corrects(self) -> bool:
+        """Return whether importance weights are asked for, which need the trainer's own log-probabilities."""
+        return self.correction is not None and not self.correction.is_off
+
+    def check_server(self, *, splits_weights: bool) -> None:
+        """Check that servers are named if they are to sample, and that the main rank has the weights to push."""
+        if self.backend != "server":
+            return
+        if self.server is None:
+            raise ValueError(
+                "sampling.backend is server, but no server is named: set sampling.server.urls=[http://127.0.0.1:8001] "
+                "(rlhf serve-policy), or sampling.backend=auto"
+            )
+        if splits_weights:
+            raise ValueError(
+                "sampling.backend=server pushes whole weights, but zero3 splits them: set sharding=zero2, or "
+                "sampling.backend=auto"
+            )
+
+    def check_correction(self, *, rescues: bool) -> None:
+        """Check that the importance weights can be computed."""
+        if not self.corrects:
+            return
+        if self.old_log_probs == "sampler":
+            raise ValueError(
+                "sampling.correction needs the trainer's own log-probabilities: set sampling.old_log_probs=auto"
+            )
+        if rescues:
+            raise ValueError(
+                "sampling.correction would weight hinted completions twice: leave algorithm.rescue out, whose weights "
+                "are algorithm.rescue.weights, or set sampling.correction=null"
+            )
 
 
 class OverlapConfig(Section):
@@ -366,7 +416,12 @@ class OnlineConfig(TrainSections):
         """
         is_asked = self.policy.dtype == "bfloat16" and self.sampling.old_log_probs == "auto"
         is_one_step = self.batch.epochs == self.batch.minibatches == 1
-        is_read_before = self.overlap.ahead or self.critic.shared or self.algorithm.reads_old_log_probs_before_update
+        is_read_before = (
+            self.overlap.ahead
+            or self.sampling.corrects
+            or self.critic.shared
+            or self.algorithm.reads_old_log_probs_before_update
+        )
         return is_asked and is_one_step and not is_read_before
 
     @model_validator(mode="after")
@@ -374,6 +429,8 @@ class OnlineConfig(TrainSections):
         old_log_probs = self.sampling.old_log_probs
         self.reference.check_measured(self.algorithm)
         self.overlap.check_ahead(self.algorithm, old_log_probs)
+        self.sampling.check_server(splits_weights=self.sharding.stage == 3)
+        self.sampling.check_correction(rescues=self.algorithm.rescue is not None)
         self.data.check_ptx(self.algorithm.ptx_coef)
         if self.algorithm.rescue is not None:
             prompts = self.data.prompts

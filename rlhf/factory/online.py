@@ -27,7 +27,7 @@ from rlhf.factory.exported import rounded_inputs
 from rlhf.factory.functions import check_functions
 from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
 from rlhf.factory.rewards import build_source, build_watch, identify_source
-from rlhf.factory.sampler import build_sampler, slow_lengths_reason
+from rlhf.factory.sampler import build_sampler, build_servers, slow_lengths_reason
 from rlhf.models.backbone import CausalLM, context_length, freeze
 from rlhf.models.export import Origin
 from rlhf.models.policy_models import Ema, Models
@@ -39,6 +39,7 @@ from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import Engine, LocalModel, TrainableModel
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import HFSampler, repeat_rows
+from rlhf.sampling.pool import ServerPool
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.training.checkpoints import OnlineSaver, load_trainer_state, restore_trainer_state
@@ -62,6 +63,7 @@ def build_prefetcher(
     saved: dict[str, Any] | None,
     *,
     last_step: int,
+    servers: ServerPool | None = None,
 ) -> CompletionPrefetcher:
     """Build the sampler that works one step ahead of the update.
 
@@ -73,6 +75,7 @@ def build_prefetcher(
         prompts: the prompts of each step.
         saved: the completions that the checkpoint holds, None for a new run.
         last_step: the last step of the run, after which nothing is sampled.
+        servers: those that sample; None: this process does.
 
     Raises:
         ConfigError: the run has several processes, uses DeepSpeed, or may end before its last step.
@@ -81,7 +84,7 @@ def build_prefetcher(
     _check_ahead(config, context.engine)
     policy_copy = freeze(copy.deepcopy(models.policy))
     group_size = config.sampling.completions_per_prompt
-    sampler = build_sampler(config, replace(models, policy=policy_copy), tokenizer)
+    sampler = build_sampler(config, replace(models, policy=policy_copy), tokenizer, servers=servers)
 
     def draw(step: int) -> Completions:
         return sampler.sample(prompts.batch(step), key=sampling_key(config, step), group_size=group_size)
@@ -143,6 +146,7 @@ class _Models:
     trained: dict[str, TrainableModel]
     ema: Ema | None
     saved: dict[str, Any] | None  # the trainer state of the checkpoint; None for a new run
+    servers: ServerPool | None
 
 
 def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
@@ -159,7 +163,9 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
     ahead = None
     if config.overlap.ahead:
         completions = None if saved is None or context.is_other_run else saved.get("ahead")
-        ahead = build_prefetcher(config, context, models, tokenizer, prompts, completions, last_step=steps)
+        ahead = build_prefetcher(
+            config, context, models, tokenizer, prompts, completions, last_step=steps, servers=built.servers
+        )
     save = partial(save_models, models, tokenizer, origin)
     goal = config.algorithm.kl.controller.goal
     session = context.session(
@@ -170,6 +176,10 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
         targets=None if goal is None else {"kl/reference": goal},
     )
     evaluator.connect(session.recorder)
+    if built.servers is not None:
+        built.servers.warn = session.recorder.note
+        if ahead is None:  # whose thread has no clock of its own
+            built.servers.phase = session.recorder.phase
     export_model = _make_export(config, context, tokenizer, origin, built)
     keep_best(context, session, lambda: evaluator.rows, export_model)
     feed = _Feed(
@@ -199,11 +209,13 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
     fast_ways = None if context.engine.splits_weights else models.fast_ways()
     source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append)
     identify_source(config.reward.source, context)
-    sampler = build_sampler(config, models, tokenizer, context.notes.append)
+    servers = build_servers(config, tokenizer, context.folder.path, context.notes.append)
+    sampler = build_sampler(config, models, tokenizer, context.notes.append, servers=servers)
     saved = _load_checkpoint(context, models)
     trained = _build_trained(config, models, context)
     fast_ways = fast_ways or models.fast_ways()  # under ZeRO-3 only DeepSpeed's hooks make weights whole
-    fast_ways.ways["fast sampling"] = not isinstance(sampler, HFSampler)
+    if servers is None:
+        fast_ways.ways["fast sampling"] = not isinstance(sampler, HFSampler)
     fast_ways.reasons += slow_lengths_reason(config, sampler)
     context.notes += fast_ways.lines()
     ema = Ema(models.policy, config.policy.ema_decay, context.engine) if config.policy.ema_decay else None
@@ -213,7 +225,7 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
         context.state.kl_coef = config.algorithm.kl.coef
         context.state.penalty_coef = config.algorithm.policy_loss.start_coef
         context.state.best = None
-    return _Models(models, sampler, source, trained, ema, saved)
+    return _Models(models, sampler, source, trained, ema, saved, servers)
 
 
 def _make_export(
@@ -253,6 +265,7 @@ def _assemble(
         passes=adaptive_micro_batch(config.batch, session, times=times, what="a forward pass"),
         decode=make_decode(tokenizer),
         export=export_model,
+        servers=built.servers,
         watch=build_watch(config.reward.watch, tokenizer, engine, seed=config.run.seed, warn=session.recorder.note),
     )
 

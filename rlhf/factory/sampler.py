@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from rlhf.models.policy_models import Models
 from rlhf.models.weight_files import local_folder
 from rlhf.runtime.device import choose_device
 from rlhf.sampling.fast.engine import FastSampler, changing_rotations
+from rlhf.sampling.pool import ServerPool
 from rlhf.sampling.sampler import Sampler, make_sampler
+from rlhf.sampling.served import ServedSampler
 from rlhf.types import Completions, Prompts
 
 
@@ -35,18 +38,44 @@ def build_sampler(
     models: Models,
     tokenizer: PreTrainedTokenizerBase,
     warn: Callable[[str], None] = lambda _: None,
+    *,
+    servers: ServerPool | None = None,
 ) -> Sampler:
-    """Build the sampler of the policy that is being trained; `warn` receives the reason if it is not the fast one."""
+    """Build the sampler of the policy that is being trained; `warn` receives the reason if it is not the fast one.
+
+    Where there are `servers`, they sample; else this process does.
+    """
+    ends = stop_token_ids(tokenizer, config.data.chat_format, eos_ids(models.policy, tokenizer))
+    if servers is not None:
+        return ServedSampler(servers, models, config.sampling, eos_ids=ends, pad_id=pad_id(tokenizer))
     return make_sampler(
         models.policy,
         config.sampling,
-        eos_ids=stop_token_ids(tokenizer, config.data.chat_format, eos_ids(models.policy, tokenizer)),
+        eos_ids=ends,
         pad_id=pad_id(tokenizer),
         dtype=config.policy.dtype,
         device=models.device,
         engine=models.engine,
         warn=warn,
     )
+
+
+def build_servers(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    warn: Callable[[str], None] = lambda _: None,
+) -> ServerPool | None:
+    """Build what asks the sampling servers of a run in `folder`; None if the run samples in its own process.
+
+    Raises:
+        ConfigError: an address is invalid, or a token is not in the environment.
+    """
+    server = config.sampling.server
+    if config.sampling.backend != "server" or server is None:
+        return None
+    root = Path(server.weights_dir) if server.weights_dir is not None else folder / WEIGHTS_FOLDER
+    return ServerPool(server, root.resolve(), dtype=config.policy.dtype, pad_id=pad_id(tokenizer), warn=warn)
 
 
 def slow_lengths_reason(config: TrainConfig, sampler: Sampler) -> list[str]:
@@ -58,6 +87,7 @@ def slow_lengths_reason(config: TrainConfig, sampler: Sampler) -> list[str]:
     return [f"fast sampling leaves batches to transformers' generate where {changing_rotations(switch)}"]
 
 
+WEIGHTS_FOLDER = "weights"  # in a run's folder: weights on their way to servers
 NO_TEMPLATE = ChatFormat("none")
 
 

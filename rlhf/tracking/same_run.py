@@ -48,6 +48,7 @@ MAY_CHANGE = (
     "batch.micro_batch_tokens",
     "sampling.batch_size",
     "sampling.backend",
+    "sampling.server*",
     "overlap.reward_parts",
     *(
         f"{model}.{setting}"

@@ -18,7 +18,7 @@ from rlhf.algorithms.online import Online
 from rlhf.algorithms.rescue import Rescue
 from rlhf.batching import concat, extend
 from rlhf.config.sections import OnlineConfig
-from rlhf.errors import NonFiniteScores, RewardError
+from rlhf.errors import NonFiniteScores, RewardError, SamplingError
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import repeat_rows
 from rlhf.tracking.metrics import Metrics
@@ -34,6 +34,7 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
 
     Raises:
         RewardError: the reward gave no scores; the run is saved as it was before the step.
+        SamplingError: no server samples, or not with the trainer's weights; the run is saved likewise.
     """
     size = run.config.sampling.completions_per_prompt
     try:
@@ -52,8 +53,11 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
             run.queue.skip()
         run.session.report(counts(run), tokens=0)
         return None
-    except RewardError as error:
+    except (RewardError, SamplingError) as error:
         raise run.session.save_and_explain(error) from error
+    if run.servers is not None:
+        ranks = run.session.ranks
+        collected.metrics.merge(ranks.on_main(run.servers.take_metrics))
     if run.watch is not None:
         with run.session.recorder.phase("score"):
             collected.metrics.merge(run.watch(collected.completions, collected.scores, step))

@@ -30,7 +30,9 @@ def train(run: OnlineRun) -> None:
         # 3. Annotate: log-probabilities of policy and reference, values of the critic, before any update.
         rollout = annotate(run, collected)  # Rollout [B, T]
         # 4. Compute rewards, advantages and returns.
-        experience = compute_advantages(rollout, run.algorithm, run.coefs, ratio_cap=run.ratio_cap)  # [B, T]
+        experience = compute_advantages(
+            rollout, run.algorithm, run.coefs, ratio_cap=run.ratio_cap, correction=run.correction
+        )
         metrics = rollout_metrics(experience, collected.scores, run.models, run.algorithm)
         metrics.merge(selection_metrics(experience, run.algorithm))
         metrics.merge(collected.metrics)

@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from rlhf.algo.kl import Coefs
+from rlhf.algorithms.correction import Correction
 from rlhf.algorithms.online import Online
 from rlhf.algorithms.sft import Sft
 from rlhf.config.sections import OnlineConfig
@@ -20,6 +21,7 @@ from rlhf.rewards.source import RewardSource
 from rlhf.runtime.engine import TrainableModel, lr_factor
 from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.runtime.seeding import generator
+from rlhf.sampling.pool import ServerPool
 from rlhf.sampling.sampler import Sampler
 from rlhf.training.losses import DemonstrationLoss
 from rlhf.training.overlap import CompletionPrefetcher
@@ -54,6 +56,7 @@ class OnlineRun:
     passes: AdaptiveMicroBatch  # micro-batch of a pass without gradient
     decode: Callable[[Sequence[int]], str]  # token ids to text, for samples.jsonl
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
+    servers: ServerPool | None = None  # those that sample (sampling.backend=server)
     watch: WatchingJudge | None = None  # looks at the scored completions; nothing is trained on its scores
 
     @property
@@ -68,8 +71,17 @@ class OnlineRun:
 
     @property
     def ratio_cap(self) -> float | None:
-        """Return the cap of the importance weight of completions sampled by an older policy; None if none are."""
-        return None if self.ahead is None else self.config.overlap.ratio_cap
+        """Return the cap of the importance weight of completions sampled by an older policy; None if none are.
+
+        It is None too where sampling.correction says how they are weighted.
+        """
+        is_corrected = self.config.sampling.correction is not None
+        return None if self.ahead is None or is_corrected else self.config.overlap.ratio_cap
+
+    @property
+    def correction(self) -> Correction | None:
+        """Return the importance weights that sampling.correction asks for; None if it asks for none."""
+        return self.config.sampling.correction if self.config.sampling.corrects else None
 
 
 def trained_models(run: OnlineRun, step: int, epoch: int) -> list[TrainableModel]:
