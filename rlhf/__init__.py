@@ -17,6 +17,7 @@ A run passes through these packages, top to bottom; imports point down only:
     exact               a world small enough to enumerate, which shows whether a loss is right
     config              YAML to frozen, typed sections
     rewards             completions to scores: each source is its section and what scores
+    serving             sampling servers: settings, and what each kind is asked over HTTP
     algorithms          one file each: settings, equation, usual ranges, presets
     algo                the mathematics that they share: tensors in, tensors out
 

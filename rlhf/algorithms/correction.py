@@ -33,12 +33,6 @@ class Correction(Choice):
 
     is_off: ClassVar[bool] = False
     """Whether nothing is weighted, so that the trainer's own log-probabilities are not needed."""
-    metrics: ClassVar[str] = """
-correction/weight | - | mean importance weight of the step's tokens (sampling.correction)
-correction/capped | share | tokens whose importance weight the cap truncated or masked
-correction/masked | share | tokens whose importance weight is 0
-correction/ess | share | effective sample size of the importance weights, as a share of the tokens
-"""
 
     type: str
 

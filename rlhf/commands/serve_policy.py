@@ -51,7 +51,7 @@ def serve_policy(path: str, options: PolicyOptions, environment: Mapping[str, st
     model = move_to(load_causal_lm(model_folder(path), dtype=dtype), device)
     service = PolicyService(model, dtype=dtype, device=device, weights=options.weights)
     try:
-        server = make_policy_server(service, options.host, options.port, token=token)
+        server = make_policy_server(service.answer, options.host, options.port, token=token)
     except OSError as error:
         raise ConfigError(f"cannot listen on {options.host} port {options.port}: {error}") from error
     host, port = server.server_address[:2]

@@ -68,7 +68,6 @@ class Reading:
     served_forced: Tensor  # [1, T]
     drawn_difference: float
     forced_difference: float
-    echo: str | None  # what is wrong with the prompts as the server read them
 
     @property
     def largest(self) -> float:
@@ -76,7 +75,7 @@ class Reading:
         worst = max(
             self.drawn_difference, self.forced_difference, key=lambda value: math.inf if value != value else value
         )
-        return math.inf if worst != worst or self.echo is not None else worst
+        return math.inf if worst != worst else worst
 
 
 @torch.no_grad()
@@ -100,11 +99,6 @@ def compare(
     for row, values in enumerate(answer.logprobs):
         served_drawn[row, : len(values)] = torch.tensor(values, dtype=torch.float64)
     served_forced = torch.tensor([scored[-tail:]], dtype=torch.float64)
-    wrong = [i for i, (sent, read) in enumerate(zip(prompts, answer.prompts, strict=True)) if sent != read]
-    echo = None
-    if wrong:
-        sent, read = prompts[wrong[0]], answer.prompts[wrong[0]]
-        echo = f"it read {len(read)} tokens where {len(sent)} were sent ({read[:4]} ... for {sent[:4]} ...)"
     return Reading(
         drawn=drawn,
         served_drawn=served_drawn,
@@ -114,13 +108,23 @@ def compare(
         forced_difference=_difference(
             models.policy_tokens(forced_rows.to(models.device), temperature=1.0).logprobs, served_forced, forced_rows
         ),
-        echo=echo,
     )
 
 
 def _difference(own: Tensor, served: Tensor, rows: Completions) -> float:
     gap = (own.cpu().double() - served).abs()[rows.completion_mask]
     return math.inf if not torch.isfinite(gap).all() else float(gap.max())
+
+
+def misread(prompts: list[list[int]], answer: Answer) -> str | None:
+    """Say how a server read other prompts than were sent, as with a template of its own; None if it did not."""
+    for sent, read in zip(prompts, answer.prompts, strict=True):
+        if sent != read:
+            return (
+                "another template or added tokens: it read "
+                f"{len(read)} tokens where {len(sent)} were sent ({read[:4]} ... for {sent[:4]} ...)"
+            )
+    return None
 
 
 def differing(own: Mapping[str, str], served: Mapping[str, str]) -> list[str]:
@@ -135,8 +139,6 @@ def likely_cause(models: Models, reading: Reading, older: Mapping[str, Tensor]) 
     `older` has the tensors before the last push. The mistakes tried are old tensors by groups, transposed matrices,
     other scales of the adapter or of a tensor, a temperature left out, bfloat16 arithmetic, a vocabulary that is cut.
     """
-    if reading.echo is not None:
-        return f"another template or added tokens: {reading.echo}"
     if torch.isinf(reading.served_forced).any():
         return "a truncated vocabulary: it does not know the last token ids"
     served = _flat(reading.served_forced, reading.forced)
@@ -151,7 +153,7 @@ def likely_cause(models: Models, reading: Reading, older: Mapping[str, Tensor]) 
             return name
     with autocast("bfloat16", models.device):
         rounded = float((_logprobs(models, reading.forced, "bfloat16") - served).abs().max())
-    found.append((rounded / 2, "bfloat16 arithmetic on the server"))
+    found.append((rounded, "bfloat16 arithmetic on the server"))
     cut = _cut_vocabulary(models, reading, served)
     if cut is not None:
         found.append((0.0, cut))
@@ -225,6 +227,9 @@ def _mistakes(models: Models, older: Mapping[str, Tensor]) -> Iterator[tuple[str
     for name, tensor in current.items():
         if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
             yield f"transposed {name}", _Mistake(model, {name: tensor.T.clone()})
+    for low in (torch.bfloat16, torch.float16):
+        name = str(low).removeprefix("torch.")
+        yield f"weights rounded to {name}", _Mistake(model, {key: t.to(low).to(t.dtype) for key, t in current.items()})
     for factor in (0.0, 0.5, 2.0):
         if is_adapted(model):
             scaled = {name: tensor * factor for name, tensor in current.items() if "lora_B" in name}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf.errors import ConfigError, SamplingError
 from rlhf.models.text_config import text_config
-from rlhf.sampling.canary import KEY, Reading, compare, differing, forced_tail, likely_cause, unchanged_mode
+from rlhf.sampling.canary import KEY, Reading, compare, differing, forced_tail, likely_cause, misread, unchanged_mode
 from rlhf.sampling.push import PushedPolicy, WeightFolders, tensor_digest
 from rlhf.serving.http import JsonHttp, ServerDown, ServerRefused
 from rlhf.serving.routes import Answer, Ask
@@ -208,6 +208,11 @@ class ServerPool:
         forced = [*self._prompts[0], *forced_tail(int(text_config(policy.model).vocab_size))]
         try:
             answer = self.config.generate(remote.http, ask)
+            wrong = misread(self._prompts, answer)
+            if wrong is not None:
+                raise SamplingError(
+                    f"the sampling server {remote.http.url} does not have the trainer's prompts: {wrong}"
+                )
             scored = self.config.score(remote.http, forced, adapted=policy.is_adapter)
         except ServerRefused as error:
             raise SamplingError(
@@ -228,7 +233,7 @@ class ServerPool:
             f"nats (sampling.server.canary.bound is {bound:g}). Likely: "
         )
         served = self.config.digests(remote.http)
-        wrong = [] if served is None or reading.echo is not None else differing(self._digests, served)
+        wrong = [] if served is None else differing(self._digests, served)
         if wrong:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             text += f"{', '.join(wrong[:NAMED])}{more}: other bits on the server than in the trainer; "

@@ -102,6 +102,7 @@ class PolicyService:
                 raise BadRequest(400, f"{name}: this server samples from the whole distribution: leave it out")
         temperature = float(_field(body, "temperature", (int, float), 1.0))
         greedy = bool(ours.get("greedy", temperature == 0))
+        self._check_whole()
         if not self._running.wait(WAIT_S):
             raise BadRequest(503, "paused")
         with self._lock:
@@ -306,15 +307,16 @@ def _field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], de
     return value
 
 
-def make_policy_server(
-    service: PolicyService, host: str, port: int, *, token: str | None = None
-) -> ThreadingHTTPServer:
-    """Listen for the requests of a trainer; `serve_forever` of the result answers them.
+Answering = Callable[[str, str, Mapping[str, Any]], dict[str, Any]]
+"""Returns the answer to a request from its method, route and body: `PolicyService.answer`."""
+
+
+def make_policy_server(answer: Answering, host: str, port: int, *, token: str | None = None) -> ThreadingHTTPServer:
+    """Listen for the requests of a trainer; `serve_forever` of the result answers them by `answer`.
 
     Raises:
         OSError: the address cannot be used.
     """
-    answer = service.answer
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

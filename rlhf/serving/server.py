@@ -48,12 +48,6 @@ class Server(Choice):
 
     takes_changes: ClassVar[bool] = False
     """Whether a push may hold only the tensors that have changed."""
-    metrics: ClassVar[str] = """
-server/canary | nats | largest |server's - trainer's log-prob| of the tokens compared after the last push
-server/pushed_mb | MB | bytes of the weights that the step's pushes wrote
-server/asked_again | count | requests of the step that another server, or the same one restarted, had to answer
-server/alive | count | servers that answer at the end of the step's sampling
-"""
 
     type: str
     urls: Annotated[list[str], Field(min_length=1)]

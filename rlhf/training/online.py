@@ -14,7 +14,7 @@ from rlhf.training.collect import sample_and_score
 from rlhf.training.finish import finish_step
 from rlhf.training.losses import online_losses
 from rlhf.training.online_run import OnlineRun, demonstrations, lr_factor_at, row_order, trained_models
-from rlhf.training.rollout import rollout_metrics, selection_metrics
+from rlhf.training.rollout import correction_metrics, rollout_metrics, selection_metrics
 from rlhf.training.step import LossBatch, optimizer_step
 from rlhf.training.update_record import UpdateRecord
 from rlhf.types import Experience
@@ -35,6 +35,7 @@ def train(run: OnlineRun) -> None:
         )
         metrics = rollout_metrics(experience, collected.scores, run.models, run.algorithm)
         metrics.merge(selection_metrics(experience, run.algorithm))
+        metrics.merge(correction_metrics(experience, run.correction))
         metrics.merge(collected.metrics)
         # 5. Update the policy and the critic: epochs x minibatches of optimizer steps.
         with run.session.recorder.phase("update"):

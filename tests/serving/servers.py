@@ -24,7 +24,7 @@ def service_of(model: Path, kind: type[PolicyService] = PolicyService, **options
 @contextmanager
 def listening(service: Any, port: int = 0, token: str | None = None) -> Iterator[str]:
     """The address of a server that answers for `service` inside the body."""
-    server: ThreadingHTTPServer = make_policy_server(service, "127.0.0.1", port, token=token)
+    server: ThreadingHTTPServer = make_policy_server(service.answer, "127.0.0.1", port, token=token)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
