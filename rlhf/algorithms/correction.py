@@ -89,31 +89,64 @@ class NoCorrection(Correction):
         return torch.zeros_like(mask)
 
 
-class TokenTruncate(Correction):
-    """Weight each token by its ratio, at most the cap: low variance, some bias (IMPALA, Espeholt et al. 2018)."""
+class CappedCorrection(Correction):
+    """A correction by ratios, of which those above a cap are truncated or masked."""
 
-    type: Literal["token_truncate"] = "token_truncate"
     cap: Cap = 3.0
-    """Largest weight of a token."""
+    """Largest weight of a token or of a completion."""
 
-    def weigh(
+    def ratios(
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
-        """Compute min(ratio, cap)."""
-        from rlhf.algo.correction import token_ratios, truncated
-
-        return truncated(token_ratios(logprobs, sampler_logprobs, mask), self.cap)
+        """Compute the ratios pi_old / sampler; 1 outside the mask."""
+        raise NotImplementedError
 
     def is_capped(
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Bool[Tensor, "B T"]:
         """Flag the ratios above the cap."""
+        return self.ratios(logprobs, sampler_logprobs, mask) > self.cap
+
+
+class TokenCorrection(CappedCorrection):
+    """A correction by the ratio of each token."""
+
+    def ratios(
+        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    ) -> Float[Tensor, "B T"]:
+        """Compute the ratio of every token."""
         from rlhf.algo.correction import token_ratios
 
-        return token_ratios(logprobs, sampler_logprobs, mask) > self.cap
+        return token_ratios(logprobs, sampler_logprobs, mask)
 
 
-class TokenMask(TokenTruncate):
+class SequenceCorrection(CappedCorrection):
+    """A correction by the ratio of each completion, the product over its tokens."""
+
+    def ratios(
+        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    ) -> Float[Tensor, "B T"]:
+        """Compute the ratio of every completion, at each of its tokens."""
+        from rlhf.algo.correction import sequence_ratios
+
+        return sequence_ratios(logprobs, sampler_logprobs, mask)
+
+
+class TokenTruncate(TokenCorrection):
+    """Weight each token by its ratio, at most the cap: low variance, some bias (IMPALA, Espeholt et al. 2018)."""
+
+    type: Literal["token_truncate"] = "token_truncate"
+
+    def weigh(
+        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    ) -> Float[Tensor, "B T"]:
+        """Compute min(ratio, cap)."""
+        from rlhf.algo.correction import truncated
+
+        return truncated(self.ratios(logprobs, sampler_logprobs, mask), self.cap)
+
+
+class TokenMask(TokenCorrection):
     """Weight each token by its ratio, and leave out tokens whose ratio exceeds the cap."""
 
     type: Literal["token_mask"] = "token_mask"
@@ -122,36 +155,26 @@ class TokenMask(TokenTruncate):
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
         """Compute the ratio, 0 above the cap."""
-        from rlhf.algo.correction import masked_above, token_ratios
+        from rlhf.algo.correction import masked_above
 
-        return masked_above(token_ratios(logprobs, sampler_logprobs, mask), self.cap)
+        return masked_above(self.ratios(logprobs, sampler_logprobs, mask), self.cap)
 
 
-class SequenceTruncate(Correction):
+class SequenceTruncate(SequenceCorrection):
     """Weight each completion by its ratio, at most the cap: unbiased below the cap, more variance."""
 
     type: Literal["sequence_truncate"] = "sequence_truncate"
-    cap: Cap = 3.0
-    """Largest weight of a completion."""
 
     def weigh(
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
         """Compute min(product of the ratios, cap)."""
-        from rlhf.algo.correction import sequence_ratios, truncated
+        from rlhf.algo.correction import truncated
 
-        return truncated(sequence_ratios(logprobs, sampler_logprobs, mask), self.cap)
-
-    def is_capped(
-        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-    ) -> Bool[Tensor, "B T"]:
-        """Flag the completions whose ratio is above the cap."""
-        from rlhf.algo.correction import sequence_ratios
-
-        return sequence_ratios(logprobs, sampler_logprobs, mask) > self.cap
+        return truncated(self.ratios(logprobs, sampler_logprobs, mask), self.cap)
 
 
-class SequenceMask(SequenceTruncate):
+class SequenceMask(SequenceCorrection):
     """Weight each completion by its ratio, and leave out completions whose ratio exceeds the cap (TRL's default)."""
 
     type: Literal["sequence_mask"] = "sequence_mask"
@@ -160,6 +183,6 @@ class SequenceMask(SequenceTruncate):
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
         """Compute the product of the ratios, 0 above the cap."""
-        from rlhf.algo.correction import masked_above, sequence_ratios
+        from rlhf.algo.correction import masked_above
 
-        return masked_above(sequence_ratios(logprobs, sampler_logprobs, mask), self.cap)
+        return masked_above(self.ratios(logprobs, sampler_logprobs, mask), self.cap)

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from rlhf.config.run import Dtype
 from rlhf.errors import ConfigError
 from rlhf.models.backbone import load_causal_lm, move_to
 from rlhf.models.folders import model_folder
@@ -26,7 +27,7 @@ class PolicyOptions:
     host: str = "127.0.0.1"
     port: int = 8001
     token_env: str | None = None
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     weights: Weights = "exact"
     device: str = "auto"
     threads: int | None = None

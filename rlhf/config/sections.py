@@ -6,7 +6,7 @@ Every field's docstring is its help text and its entry in docs/configuration. Si
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -43,7 +43,7 @@ from rlhf.config.run import (
     ShardingConfig,
 )
 from rlhf.rewards.source import Source
-from rlhf.section import Needed, NonNegative, OneOf, Positive, Section
+from rlhf.section import Facts, Needed, NonNegative, OneOf, Positive, Rule, Section
 from rlhf.serving.server import Server
 
 LogProbs = Literal["auto", "naive", "chunked"]
@@ -203,8 +203,27 @@ class CriticConfig(OptimizerConfig):
             )
 
 
+def _uncorrected_server(sampling: SamplingConfig, facts: Facts) -> str | None:
+    """Return the correction of a run whose servers round otherwise than the trainer, if it has none."""
+    is_rounded = facts.run is not None and facts.run.policy.dtype == "bfloat16"
+    is_corrected = sampling.corrects or facts.run is None or facts.run.overlap.ahead
+    return "null" if sampling.backend == "server" and is_rounded and not is_corrected else None
+
+
 class SamplingConfig(Section):
     """Sampling of completions, from the full distribution, so that importance ratios and KL are exact."""
+
+    lint_rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="server-uncorrected",
+            level="warning",
+            key="correction",
+            violation=_uncorrected_server,
+            reason="In bfloat16 a server's probabilities differ from the trainer's, and nothing corrects for it.",
+            source="TRL's GRPO corrects samples of vLLM by default (sequence_mask, cap 3)",
+            fix="sampling.correction=sequence_mask",
+        ),
+    )
 
     backend: Literal["auto", "fast", "hf", "server"] = "auto"
     """fast: our own decoding on the live weights; hf: transformers' generate; auto: fast if it supports the model;

@@ -289,12 +289,12 @@ class _OldHead(_Mistake):
 
 def _tied_head(model: CausalLM, old: Mapping[str, Tensor]) -> _Mistake | None:
     base = base_model(model)
-    head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
-    if head is None or head.weight is not embeddings.weight:
+    head = base.get_output_embeddings()
+    tied = None if head is None else head.weight
+    if head is None or not isinstance(tied, Tensor) or tied is not base.get_input_embeddings().weight:
         return None
-    name = next(
-        (name for name, tensor in pushed_tensors(model).items() if tensor.data_ptr() == head.weight.data_ptr()), ""
-    )
+    tensors = pushed_tensors(model).items()
+    name = next((name for name, tensor in tensors if tensor.data_ptr() == tied.data_ptr()), "")
     return _OldHead(model, head, old[name]) if name in old else None
 
 
