@@ -21,6 +21,7 @@ A run passes through these packages, top to bottom; imports point down only:
     teachers            states to a teacher's next-token distributions
     environments        actions to observations and rewards, over several turns
     rewards             completions to scores: each source is its section and what scores
+    serving             sampling servers: settings, and what each kind is asked over HTTP
     algorithms          one file each: settings, equation, usual ranges, presets
     algo                the mathematics that they share: tensors in, tensors out
     verifiers           programs that grade one completion by its row, in child processes

@@ -36,6 +36,7 @@ rlhf export runs/ppo --gguf ppo.gguf              one file for llama.cpp
 rlhf teach  configs/distill_sft.yaml --out teacher.safetensors      a teacher's probabilities, for offline distillation
 rlhf label  completions.jsonl --judge runs/reward_model       preference pairs from a judge, compared with people's
 rlhf serve-reward runs/reward_model --port 8000   for reward.source.type=remote
+rlhf serve-policy models/smollm2-135m-instruct    another process that samples, for sampling.backend=server
 rlhf config configs/ppo.yaml policy.lr=1e-6
 rlhf lint   configs/ppo.yaml batch.epochs=20      unsafe settings, each with its reason, its source and the fix
 rlhf plan   configs/ppo.yaml --memory 24GB        its memory and time, before anything is loaded
@@ -344,6 +345,32 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--max-batch", type=int, default=64, help="completions to score in one batch (default: 64)")
     _add_label(
         verb("label", "write preference pairs or rankings from completions and a judge", "completions"), overrides
+    )
+    policy = verb("serve-policy", "sample for a trainer in another process, for sampling.backend=server", "run")
+    policy.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
+    policy.add_argument(
+        "--port", type=int, default=8001, help="port to listen on; 0 takes any that is free (default: 8001)"
+    )
+    policy.add_argument(
+        "--token-env", metavar="VAR", help="environment variable that holds the token which the trainer must send"
+    )
+    policy.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float64"),
+        default="float32",
+        help="precision, as policy.dtype of the run (default: float32)",
+    )
+    policy.add_argument(
+        "--weights",
+        choices=("exact", "int8"),
+        default="exact",
+        help="int8: round matrices to 8 bits a weight in this server only, to try sampling.correction (default: exact)",
+    )
+    policy.add_argument("--device", default="auto", help="where the model runs, as run.device (default: auto)")
+    policy.add_argument(
+        "--threads", type=int, metavar="N", help="threads of the arithmetic on a CPU (default: torch's)"
     )
     quickstart = verb(
         "quickstart",
@@ -694,6 +721,21 @@ def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
     serve_reward(parsed.target, options, os.environ, console)
 
 
+def _serve_policy(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.commands.serve_policy import PolicyOptions, serve_policy
+
+    options = PolicyOptions(
+        host=parsed.host,
+        port=parsed.port,
+        token_env=parsed.token_env,
+        dtype=parsed.dtype,
+        weights=parsed.weights,
+        device=parsed.device,
+        threads=parsed.threads,
+    )
+    serve_policy(parsed.target, options, os.environ, console)
+
+
 def _quickstart(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_train
     from rlhf.lab.build import lab_config
@@ -724,6 +766,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Console], int | None]] = {
     "teach": _teach,
     "label": _label,
     "serve-reward": _serve_reward,
+    "serve-policy": _serve_policy,
     "quickstart": _quickstart,
 }
 

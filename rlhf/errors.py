@@ -28,6 +28,10 @@ class RewardError(UserError):
     """A problem with a reward source: its scores or its availability."""
 
 
+class SamplingError(UserError):
+    """A problem with a sampling server: it does not answer, or its weights are not the trainer's."""
+
+
 class CheckpointError(UserError):
     """A problem with a run folder or a checkpoint in it."""
 

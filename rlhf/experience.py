@@ -9,6 +9,7 @@ from torch import Tensor
 from rlhf.algo.advantages import token_rewards, uniform_groups
 from rlhf.algo.kl import Coefs, kl_estimate
 from rlhf.algo.policy_loss import truncated_importance
+from rlhf.algorithms.correction import Correction
 from rlhf.algorithms.online import Online
 from rlhf.batching import extend
 from rlhf.types import Experience, Rollout, SampledPairs
@@ -21,12 +22,14 @@ def compute_advantages(
     *,
     ratio_cap: float | None = None,
     trace_cap: float | None = None,
+    correction: Correction | None = None,
 ) -> Experience:
     """Compute the rewards, advantages and returns of a whole step, with statistics over all of its rows.
 
     Where `ratio_cap` is given, the completions come from an older policy, and the advantages are weighted by
     policy_loss.truncated_importance with that cap; where `trace_cap` is given too, V-trace with these two caps corrects
-    advantages and returns instead. Those of rows that were sampled with a hint are weighted as algorithm.rescue says.
+    advantages and returns instead; where `correction` is given, advantages have its weights. Those of rows that were
+    sampled with a hint are weighted as algorithm.rescue says.
     """
     mask = rollout.action_mask
     penalty = _reward_penalty(rollout, algorithm, coefs)
@@ -41,6 +44,8 @@ def compute_advantages(
         advantages, returns = algorithm.advantage.compute(rollout, rewards)
     if ratio_cap is not None and trace_cap is None:
         advantages = advantages * truncated_importance(rollout.logprobs, rollout.sampler_logprobs, mask, cap=ratio_cap)
+    if correction is not None:
+        advantages = advantages * correction.weigh(rollout.logprobs, rollout.sampler_logprobs, mask)
     weights = torch.ones_like(rollout.logprobs)
     if algorithm.rescue is not None:
         hinted = mask & rollout.hinted[:, None]

@@ -127,7 +127,9 @@ class RewardKeys(TypedDict, total=False):
 class SamplingKeys(TypedDict, total=False):
     """Keys of a section, all optional."""
 
-    backend: Literal["auto", "fast", "hf"]
+    backend: Literal["auto", "fast", "hf", "server"]
+    server: Any
+    correction: Any
     completions_per_prompt: int
     max_new_tokens: int
     temperature: float

@@ -320,6 +320,11 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
             "head" in _changed_fields(config.critic) and not config.critic.starts_anew(config.reward.source),
             "the critic starts from a reward model, head included",
         ),
+        (
+            "sampling.server",
+            config.sampling.server is not None and config.sampling.backend != "server",
+            f"sampling.backend is {config.sampling.backend}",
+        ),
         ("data.sft", "sft" in _changed_fields(config.data) and algorithm.ptx_coef == 0, "algorithm.ptx_coef is 0"),
         (
             "algorithm.kl",
@@ -347,6 +352,7 @@ def _unread_by_offline(config: OfflineConfig) -> list[tuple[str, str]]:
     others = ("preferences", "eval_preferences") if is_sft else ("sft", "eval_sft")
     offline = "an offline algorithm does not read it"
     unread = _changed_among(config, "", ("critic", "reward", "overlap"), offline)
+    unread += _changed_among(config.sampling, "sampling.", ("server", "correction"), offline)
     if not config.uses_reference:
         unread += _changed_among(config, "", ("reference",), f"{name} has no reference")
     unread += _changed_among(config.data, "data.", ("prompts",), offline)

@@ -6,11 +6,12 @@ Every field's docstring is its help text and its entry in docs/configuration. Si
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from rlhf.algorithms.advantage import StepSizes
+from rlhf.algorithms.correction import Correction
 from rlhf.algorithms.offline import Offline
 from rlhf.algorithms.online import Online
 from rlhf.config.algorithm import Algorithm
@@ -44,7 +45,8 @@ from rlhf.config.run import (
 from rlhf.config.weights import Export, TrainedWeightsConfig, WeightsConfig
 from rlhf.environments.section import EnvironmentConfig
 from rlhf.rewards.source import Source
-from rlhf.section import Needed, NonNegative, OneOf, Positive, Section
+from rlhf.section import Facts, Needed, NonNegative, OneOf, Positive, Rule, Section
+from rlhf.serving.server import Server
 from rlhf.teachers.teacher import Teacher
 
 LogProbs = Literal["auto", "naive", "chunked"]
@@ -210,11 +212,38 @@ class CriticConfig(OptimizerConfig, TrainedWeightsConfig):
             )
 
 
+def _uncorrected_server(sampling: SamplingConfig, facts: Facts) -> str | None:
+    """Return the correction of a run whose servers round otherwise than the trainer, if it has none."""
+    is_rounded = facts.run is not None and facts.run.policy.dtype == "bfloat16"
+    is_corrected = sampling.corrects or facts.run is None or facts.run.overlap.ahead
+    return "null" if sampling.backend == "server" and is_rounded and not is_corrected else None
+
+
 class SamplingConfig(Section):
     """Sampling of completions, from the full distribution, so that importance ratios and KL are exact."""
 
-    backend: Literal["auto", "fast", "hf"] = "auto"
-    """fast: our own decoding on the live weights; hf: transformers' generate; auto: fast if it supports the model."""
+    lint_rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            name="server-uncorrected",
+            level="warning",
+            key="correction",
+            violation=_uncorrected_server,
+            reason="In bfloat16 a server's probabilities differ from the trainer's, and nothing corrects for it.",
+            source="TRL's GRPO corrects samples of vLLM by default (sequence_mask, cap 3)",
+            fix="sampling.correction=sequence_mask",
+        ),
+    )
+
+    backend: Literal["auto", "fast", "hf", "server"] = "auto"
+    """fast: our own decoding on the live weights; hf: transformers' generate; auto: fast if it supports the model;
+    server: other processes or machines, which `server` names (online training; evaluation of a finished run samples in
+    its own process)."""
+    server: Annotated[Server, OneOf("rlhf")] | None = None
+    """The sampling servers; needed with backend=server, and unread otherwise."""
+    correction: Annotated[Correction, OneOf()] | None = None
+    """Importance weights for completions that another distribution than the policy's drew: a server with other
+    arithmetic, or an older policy. null: none, and with overlap.ahead token_truncate with overlap.ratio_cap. A name
+    alone is the correction with its usual cap."""
     completions_per_prompt: Count = 1
     """Completions sampled per prompt (the group size)."""
     max_new_tokens: Count = 128
@@ -229,6 +258,46 @@ class SamplingConfig(Section):
     recorded while sampling; auto: the sampler's, except in bfloat16, with a shared critic, or if they differ from the
     trainer's on the compared rows. In bfloat16, if a step is a single update on all its completions without a KL in
     the rewards, auto uses the update's own forward pass (ratio 1)."""
+
+    @field_validator("correction", mode="before")
+    @classmethod
+    def _expand_name(cls, value: object) -> object:
+        """Return the section for a name alone: correction=token_truncate."""
+        return {"type": value} if isinstance(value, str) else value
+
+    @property
+    def corrects(self) -> bool:
+        """Return whether importance weights are asked for, which need the trainer's own log-probabilities."""
+        return self.correction is not None and not self.correction.is_off
+
+    def check_server(self, *, splits_weights: bool) -> None:
+        """Check that servers are named if they are to sample, and that the main rank has the weights to push."""
+        if self.backend != "server":
+            return
+        if self.server is None:
+            raise ValueError(
+                "sampling.backend is server, but no server is named: set sampling.server.urls=[http://127.0.0.1:8001] "
+                "(rlhf serve-policy), or sampling.backend=auto"
+            )
+        if splits_weights:
+            raise ValueError(
+                "sampling.backend=server pushes whole weights, but zero3 splits them: set sharding=zero2, or "
+                "sampling.backend=auto"
+            )
+
+    def check_correction(self, *, rescues: bool) -> None:
+        """Check that the importance weights can be computed."""
+        if not self.corrects:
+            return
+        if self.old_log_probs == "sampler":
+            raise ValueError(
+                "sampling.correction needs the trainer's own log-probabilities: set sampling.old_log_probs=auto"
+            )
+        if rescues:
+            raise ValueError(
+                "sampling.correction would weight hinted completions twice: leave algorithm.rescue out, whose weights "
+                "are algorithm.rescue.weights, or set sampling.correction=null"
+            )
 
 
 class OverlapConfig(Section):
@@ -468,7 +537,12 @@ class OnlineConfig(TrainSections):
         """
         is_asked = self.policy.dtype == "bfloat16" and self.sampling.old_log_probs == "auto"
         is_one_step = self.batch.epochs == self.batch.minibatches == 1
-        is_read_before = self.overlap.ahead or self.critic.shared or self.algorithm.reads_old_log_probs_before_update
+        is_read_before = (
+            self.overlap.ahead
+            or self.sampling.corrects
+            or self.critic.shared
+            or self.algorithm.reads_old_log_probs_before_update
+        )
         return is_asked and is_one_step and not is_read_before
 
     @model_validator(mode="after")
@@ -491,6 +565,12 @@ class OnlineConfig(TrainSections):
             )
         self.reference.check_measured(self.algorithm)
         self.overlap.check_ahead(self.algorithm, old_log_probs)
+        self.sampling.check_server(splits_weights=self.sharding.stage == 3)
+        if self.sampling.correction is not None and self.overlap.trace_cap is not None:
+            raise ValueError(
+                "sampling.correction and overlap.trace_cap both weight stale completions: leave one of them null"
+            )
+        self.sampling.check_correction(rescues=self.algorithm.rescue is not None)
         self.data.check_ptx(self.algorithm.ptx_coef)
         if self.algorithm.rescue is not None:
             prompts = self.data.prompts
@@ -543,6 +623,7 @@ class OnlineConfig(TrainSections):
                 "the greedy episode would meet another instance of the task; use rloo, grpo or ppo",
             ),
             "reward.process": (self.reward.process is not None, "give the reward of each turn in step"),
+            "sampling.backend=server": (self.sampling.backend == "server", "set sampling.backend=auto"),
             "algorithm.rescue": (algorithm.rescue is not None, "give the hint as the first observation"),
             "overlap.ahead": (self.overlap.ahead, "set overlap.ahead=false"),
             "overlap.reward_parts": (self.overlap.reward_parts > 1, "set overlap.reward_parts=1"),

@@ -28,7 +28,7 @@ from rlhf.factory.exported import rounded_inputs
 from rlhf.factory.functions import check_functions
 from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
 from rlhf.factory.rewards import build_process, build_source, build_watch, identify_process, identify_source
-from rlhf.factory.sampler import build_sampler, slow_lengths_reason
+from rlhf.factory.sampler import build_sampler, build_servers, slow_lengths_reason
 from rlhf.models.backbone import CausalLM, context_length, freeze
 from rlhf.models.export import Origin
 from rlhf.models.policy_models import Ema, Models
@@ -42,6 +42,7 @@ from rlhf.runtime.engine import Engine, LocalModel, TrainableModel
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.episodes import EpisodeSampler
 from rlhf.sampling.generate import HFSampler, repeat_rows
+from rlhf.sampling.pool import ServerPool
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.fingerprint import content_digest
 from rlhf.tracking.metrics import progress_metrics
@@ -66,6 +67,7 @@ def build_prefetcher(
     saved: dict[str, Any] | None,
     *,
     last_step: int,
+    servers: ServerPool | None = None,
 ) -> CompletionPrefetcher:
     """Build the sampler that works one step ahead of the update.
 
@@ -77,6 +79,7 @@ def build_prefetcher(
         prompts: the prompts of each step.
         saved: the completions that the checkpoint holds, None for a new run.
         last_step: the last step of the run, after which nothing is sampled.
+        servers: those that sample; None: this process does.
 
     Raises:
         ConfigError: the run has several processes, uses DeepSpeed, or may end before its last step.
@@ -85,7 +88,7 @@ def build_prefetcher(
     _check_ahead(config, context.engine)
     policy_copy = freeze(copy.deepcopy(models.policy))
     group_size = config.sampling.completions_per_prompt
-    sampler = build_sampler(config, replace(models, policy=policy_copy), tokenizer)
+    sampler = build_sampler(config, replace(models, policy=policy_copy), tokenizer, servers=servers)
 
     def draw(step: int) -> Completions:
         return sampler.sample(prompts.batch(step), key=sampling_key(config, step), group_size=group_size)
@@ -148,6 +151,7 @@ class _Models:
     trained: dict[str, TrainableModel]
     ema: Ema | None
     saved: dict[str, Any] | None  # the trainer state of the checkpoint; None for a new run
+    servers: ServerPool | None
 
 
 def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
@@ -164,7 +168,9 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
     ahead = None
     if config.overlap.ahead:
         completions = None if saved is None or context.is_other_run else saved.get("ahead")
-        ahead = build_prefetcher(config, context, models, tokenizer, prompts, completions, last_step=steps)
+        ahead = build_prefetcher(
+            config, context, models, tokenizer, prompts, completions, last_step=steps, servers=built.servers
+        )
     save = partial(save_models, models, tokenizer, origin)
     goal = config.algorithm.kl.controller.goal
     session = context.session(
@@ -177,6 +183,10 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
     evaluator.connect(session.recorder)
     if isinstance(built.sampler, EpisodeSampler):
         built.sampler.note = session.recorder.note
+    if built.servers is not None:
+        built.servers.warn = session.recorder.note
+        if ahead is None:  # whose thread has no clock of its own
+            built.servers.phase = session.recorder.phase
     export_model = _make_export(config, context, tokenizer, origin, built)
     keep_best(context, session, lambda: evaluator.rows, export_model)
     feed = _Feed(
@@ -210,12 +220,14 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
         context.identify("environment.target", content_digest(config.environment.code_file), may_change=True)
     identify_process(config.reward.process, context)
     cost = _build_cost(config, context, tokenizer)
-    sampler = build_sampler(config, models, tokenizer, context.notes.append)
+    servers = build_servers(config, tokenizer, context.folder.path, context.notes.append)
+    sampler = build_sampler(config, models, tokenizer, context.notes.append, servers=servers)
     saved = _load_checkpoint(context, models)
     trained = _build_trained(config, models, context)
     fast_ways = fast_ways or models.fast_ways()  # under ZeRO-3 only DeepSpeed's hooks make weights whole
     acting = sampler.sampler if isinstance(sampler, EpisodeSampler) else sampler
-    fast_ways.ways["fast sampling"] = not isinstance(acting, HFSampler)
+    if servers is None:
+        fast_ways.ways["fast sampling"] = not isinstance(acting, HFSampler)
     fast_ways.reasons += slow_lengths_reason(config, sampler)
     context.notes += fast_ways.lines()
     ema = Ema(models.policy, config.policy.ema_decay, context.engine) if config.policy.ema_decay else None
@@ -227,7 +239,7 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
         context.state.multiplier = 0.0 if config.algorithm.lagrange is None else config.algorithm.lagrange.start
         context.state.score_moments = {}
         context.state.best = None
-    return _Models(models, sampler, source, cost, trained, ema, saved)
+    return _Models(models, sampler, source, cost, trained, ema, saved, servers)
 
 
 def _build_cost(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> RewardSource | None:
@@ -296,6 +308,7 @@ def _assemble(
         decode=make_decode(tokenizer),
         export=export_model,
         process=build_process(config.reward.process, tokenizer, engine),
+        servers=built.servers,
         watch=build_watch(config.reward.watch, tokenizer, engine, seed=config.run.seed, warn=session.recorder.note),
     )
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ from rlhf.runtime.device import choose_device
 from rlhf.runtime.distributed import SINGLE_PROCESS
 from rlhf.sampling.episodes import EpisodeSampler, make_episode_sampler
 from rlhf.sampling.fast.engine import FastSampler, changing_rotations
+from rlhf.sampling.pool import ServerPool
 from rlhf.sampling.sampler import Sampler, make_sampler
+from rlhf.sampling.served import ServedSampler
 from rlhf.types import Completions, Prompts
 
 
@@ -38,18 +41,23 @@ def build_sampler(
     models: Models,
     tokenizer: PreTrainedTokenizerBase,
     warn: Callable[[str], None] = lambda _: None,
+    *,
+    servers: ServerPool | None = None,
 ) -> Sampler:
     """Build the sampler of the policy that is being trained; `warn` receives the reason if it is not the fast one.
 
-    With an environment it plays whole episodes.
+    With an environment it plays whole episodes. Where there are `servers`, they sample; else this process does.
 
     Raises:
         ConfigError: the environment cannot be made, or the chat template rewrites earlier turns.
     """
+    ends = stop_token_ids(tokenizer, config.data.chat_format, eos_ids(models.policy, tokenizer))
+    if servers is not None:
+        return ServedSampler(servers, models, config.sampling, eos_ids=ends, pad_id=pad_id(tokenizer))
     sampler = make_sampler(
         models.policy,
         config.sampling,
-        eos_ids=stop_token_ids(tokenizer, config.data.chat_format, eos_ids(models.policy, tokenizer)),
+        eos_ids=ends,
         pad_id=pad_id(tokenizer),
         dtype=config.policy.dtype,
         device=models.device,
@@ -69,6 +77,24 @@ def build_sampler(
     )
 
 
+def build_servers(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    warn: Callable[[str], None] = lambda _: None,
+) -> ServerPool | None:
+    """Build what asks the sampling servers of a run in `folder`; None if the run samples in its own process.
+
+    Raises:
+        ConfigError: an address is invalid, or a token is not in the environment.
+    """
+    server = config.sampling.server
+    if config.sampling.backend != "server" or server is None:
+        return None
+    root = Path(server.weights_dir) if server.weights_dir is not None else folder / WEIGHTS_FOLDER
+    return ServerPool(server, root.resolve(), dtype=config.policy.dtype, pad_id=pad_id(tokenizer), warn=warn)
+
+
 def slow_lengths_reason(config: TrainConfig, sampler: Sampler) -> list[str]:
     """Return the reason if the fast sampler leaves rows of some lengths to transformers' generate, as a list."""
     sampler = sampler.sampler if isinstance(sampler, EpisodeSampler) else sampler
@@ -79,6 +105,7 @@ def slow_lengths_reason(config: TrainConfig, sampler: Sampler) -> list[str]:
     return [f"fast sampling leaves batches to transformers' generate where {changing_rotations(switch)}"]
 
 
+WEIGHTS_FOLDER = "weights"  # in a run's folder: weights on their way to servers
 NO_TEMPLATE = ChatFormat("none")
 
 

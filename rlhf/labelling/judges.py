@@ -124,8 +124,8 @@ class ChatJudge(Judge):
 
     def build(self, warn: Callable[[str], None]) -> Ask:
         """Return what asks about every pair of a group."""
-        from rlhf.evaluation.win_rate import PairJudge, combine_verdicts
         from rlhf.rewards.chat import ChatModel
+        from rlhf.rewards.pair_judge import PairJudge, combine_verdicts
 
         section = "judge.chat"
         judge = PairJudge(self.chat, ChatModel(self.chat, os.environ, section=section), section=section)

@@ -167,6 +167,19 @@ policy/backtracks     | count    | times that the step was halved (policy_loss.b
     chart/updates: 15 Steps moved back
 kl/sampler_mismatch   | nats     | mean |sampler's - old log-prob| of the sampled tokens; 0 if the sampler's are used
     better: lower; chart/updates: 5 Sampler against trainer
+correction/weight     | -        | mean importance weight policy / sampler of the step's tokens (sampling.correction)
+    chart/updates: 14 Importance weights of the correction
+correction/ess        | share    | effective sample size of these weights, as a share of the tokens
+    better: higher; chart/updates: 14
+correction/capped     | share    | tokens whose importance weight the cap truncated or masked
+    chart/updates: 14
+correction/masked     | share    | tokens whose importance weight is 0
+    chart/updates: 14
+server/canary         | nats     | largest |server's - trainer's log-prob| of tokens compared after the step's pushes
+    better: lower; chart/updates: 15 Servers against the trainer
+server/pushed_mb      | MB       | bytes of the weights that were written for servers in the step
+server/asked_again    | count    | requests that another server, or the same one started again, had to answer
+server/alive          | count    | servers that answer at the end of the step's sampling
 policy/first_ratio_deviation | -  | max |ratio - 1| on the first minibatch of the step; 0 up to rounding
     better: lower; chart/updates: 4 Ratio on the first minibatch: deviation from 1
 policy/ratio          | -        | mean importance ratio

@@ -50,6 +50,7 @@ MAY_CHANGE = (
     "batch.micro_batch_tokens",
     "sampling.batch_size",
     "sampling.backend",
+    "sampling.server*",
     "overlap.reward_parts",
     "environment.workers",
     "environment.step_timeout_s",

@@ -13,7 +13,7 @@ from rlhf.types import Rollout
 
 def annotate(run: OnlineRun, collected: Collected) -> Rollout:
     """Add log-probabilities of policy and reference, and values, in passes as large as memory allows."""
-    is_off_policy = run.ahead is not None or bool(collected.hinted.any())
+    is_off_policy = run.ahead is not None or bool(collected.hinted.any()) or run.correction is not None
     with run.session.recorder.phase("annotate"):
         rollout = run.passes.run(
             lambda size: compute_logprobs_and_values(

@@ -18,7 +18,7 @@ from rlhf.algorithms.online import Online
 from rlhf.algorithms.rescue import Rescue
 from rlhf.batching import concat, extend
 from rlhf.config.sections import OnlineConfig
-from rlhf.errors import NonFiniteScores, RewardError
+from rlhf.errors import NonFiniteScores, RewardError, SamplingError
 from rlhf.rewards.verifier import GRADING
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import repeat_rows
@@ -36,6 +36,7 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
 
     Raises:
         RewardError: the reward gave no scores; the run is saved as it was before the step.
+        SamplingError: no server samples, or not with the trainer's weights; the run is saved likewise.
     """
     size = run.config.sampling.completions_per_prompt
     if run.episodes is not None:
@@ -57,13 +58,16 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
             run.queue.skip()
         run.session.report(counts(run), tokens=0)
         return None
-    except RewardError as error:
+    except (RewardError, SamplingError) as error:
         raise run.session.save_and_explain(error) from error
     if run.episodes is not None:
         for name, value in run.episodes.take_metrics().items():
             collected.metrics.add(name, value)
     if run.config.reward.shaping.normalize is not None:
         collected = normalize_scores(run, collected)
+    if run.servers is not None:
+        ranks = run.session.ranks
+        collected.metrics.merge(ranks.on_main(run.servers.take_metrics))
     if run.watch is not None:
         with run.session.recorder.phase("score"):
             collected.metrics.merge(run.watch(collected.completions, collected.scores, step))

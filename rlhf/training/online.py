@@ -15,7 +15,7 @@ from rlhf.training.collect import sample_and_score
 from rlhf.training.finish import finish_step
 from rlhf.training.losses import OnlineLoss, SampledPairLoss, online_losses
 from rlhf.training.online_run import OnlineRun, demonstrations, lr_factor_at, row_order, trained_models
-from rlhf.training.rollout import rollout_metrics, selection_metrics
+from rlhf.training.rollout import correction_metrics, rollout_metrics, selection_metrics
 from rlhf.training.step import LossBatch, optimizer_step
 from rlhf.training.update_record import UpdateRecord
 from rlhf.types import Experience
@@ -39,9 +39,12 @@ def _train(run: OnlineRun) -> None:
         # 3. Annotate: log-probabilities of policy and reference, values of the critic, before any update.
         rollout = annotate(run, collected)  # Rollout [B, T]
         # 4. Compute rewards, advantages and returns.
-        experience = compute_advantages(rollout, run.algorithm, run.coefs, **run.stale_caps)  # [B, T]
+        experience = compute_advantages(
+            rollout, run.algorithm, run.coefs, correction=run.correction, **run.stale_caps
+        )  # [B, T]
         metrics = rollout_metrics(experience, collected.scores, run.models, run.algorithm)
         metrics.merge(selection_metrics(experience, run.algorithm))
+        metrics.merge(correction_metrics(experience, run.correction))
         metrics.merge(collected.metrics)
         # 5. Update the policy and the critic: epochs x minibatches of optimizer steps.
         with run.session.recorder.phase("update"):

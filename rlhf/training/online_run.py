@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from rlhf.algo.kl import Coefs
+from rlhf.algorithms.correction import Correction
 from rlhf.algorithms.online import Online
 from rlhf.algorithms.sft import Sft
 from rlhf.config.sections import OnlineConfig
@@ -22,6 +23,7 @@ from rlhf.runtime.engine import TrainableModel, lr_factor
 from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.runtime.seeding import generator
 from rlhf.sampling.episodes import EpisodeSampler
+from rlhf.sampling.pool import ServerPool
 from rlhf.sampling.sampler import Sampler
 from rlhf.training.losses import DemonstrationLoss
 from rlhf.training.overlap import CompletionPrefetcher
@@ -58,6 +60,7 @@ class OnlineRun:
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
     episodes: EpisodeSampler | None = None  # the sampler, where an environment answers the policy
     process: ProcessGrader | None = None  # rewards of steps, besides the scores (reward.process)
+    servers: ServerPool | None = None  # those that sample (sampling.backend=server)
     watch: WatchingJudge | None = None  # looks at the scored completions; nothing is trained on its scores
 
     @property
@@ -72,9 +75,19 @@ class OnlineRun:
 
     @property
     def stale_caps(self) -> dict[str, float | None]:
-        """Return the caps of the importance weights of completions sampled by an older policy; empty if none are."""
-        overlap = self.config.overlap
-        return {} if self.ahead is None else {"ratio_cap": overlap.ratio_cap, "trace_cap": overlap.trace_cap}
+        """Return the caps of the importance weights of completions sampled by an older policy; empty if none are.
+
+        It is empty too where sampling.correction says how they are weighted.
+        """
+        overlap, is_corrected = self.config.overlap, self.config.sampling.correction is not None
+        if self.ahead is None or is_corrected:
+            return {}
+        return {"ratio_cap": overlap.ratio_cap, "trace_cap": overlap.trace_cap}
+
+    @property
+    def correction(self) -> Correction | None:
+        """Return the importance weights that sampling.correction asks for; None if it asks for none."""
+        return self.config.sampling.correction if self.config.sampling.corrects else None
 
 
 def trained_models(run: OnlineRun, step: int, epoch: int) -> list[TrainableModel]:

@@ -71,7 +71,11 @@ class CompletionPrefetcher:
         """Return the completions of `step`, and start sampling those of the next step."""
         if step not in self._drawn:
             self._begin(step)
-        completions = self._drawn[step].result()
+        try:
+            completions = self._drawn[step].result()
+        except BaseException:
+            del self._drawn[step]  # a checkpoint that is saved now has no completions of this step
+            raise
         self._drawn = {step: self._drawn[step]}
         if step < self._last_step:
             self._begin(step + 1)

@@ -16,6 +16,7 @@ from rlhf.algo.advantages import uniform_groups
 from rlhf.algo.kl import kl_estimate
 from rlhf.algo.masked import Mean, explained_variance
 from rlhf.algo.selection import effective_sample_share
+from rlhf.algorithms.correction import Correction
 from rlhf.algorithms.online import Online
 from rlhf.batching import extend
 from rlhf.config.sections import OldLogProbs
@@ -274,6 +275,13 @@ def cost_metrics(scores: Scores) -> Metrics:
     metrics = Metrics({"cost/mean": Mean.of(costs), "lagrange/score": Mean.of(scores.values)})
     metrics.add("cost/std", float(costs.std(correction=0)))
     return metrics
+
+
+def correction_metrics(experience: Experience, correction: Correction | None) -> Metrics:
+    """Compute the metrics of the importance weights of sampling.correction; none without one."""
+    if correction is None:
+        return Metrics()
+    return Metrics(correction.measure(experience.logprobs, experience.sampler_logprobs, experience.completion_mask))
 
 
 def part_metrics(scores: Scores) -> Metrics:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol, runtime_checkable
 
-from rlhf.errors import CheckpointError, DivergenceError, NonFiniteScores, RewardError, how_to_continue
+from rlhf.errors import CheckpointError, DivergenceError, NonFiniteScores, RewardError, SamplingError, how_to_continue
 from rlhf.guard.best import BestState
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.memory import MemoryProfiler
@@ -373,12 +373,12 @@ class Session:
         self.state.unscored += 1
         self._count_bad_step(str(error))
 
-    def save_and_explain(self, error: RewardError) -> RewardError:
+    def save_and_explain(self, error: RewardError | SamplingError) -> RewardError | SamplingError:
         """Save the run as it was after its last step, and return the error with a hint on how to continue."""
         if self.state.step == 0:  # nothing to save
             return error
         self._checkpoint()
-        return RewardError(f"{error}. The run is saved at step {self.state.step}: {self._how_to_continue} from there")
+        return type(error)(f"{error}. The run is saved at step {self.state.step}: {self._how_to_continue} from there")
 
     def _count_bad_step(self, reason: str) -> None:
         state = self.state
@@ -433,7 +433,7 @@ class Session:
                 raise
             self.recorder.note(f"step {self.state.step} is not evaluated: {error}")
             return {}
-        except RewardError as error:
+        except (RewardError, SamplingError) as error:
             self.state.owed = dict(metrics) if metrics is not None else None
             raise self.save_and_explain(error) from error
 

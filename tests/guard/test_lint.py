@@ -26,6 +26,7 @@ DISTILL = "configs/distill.yaml"
 PPO, DPO, SFT, RM = "configs/ppo.yaml", "configs/dpo.yaml", "configs/sft.yaml", "configs/reward_model.yaml"
 PROMPTS = ["data.eval_prompts.path=held_out.jsonl"]
 BEST = ["checkpoint.best={}"]
+SERVED = ["sampling.backend=server", "sampling.server.urls=[http://127.0.0.1:8001]"]
 ENSEMBLE = "reward.source={type: ensemble, how: minimum, sources: [%s]}"
 MEMBER = "{type: model, path: runs/reward_model}"
 JUDGE = "eval.source={type: model, path: runs/%s}"
@@ -106,6 +107,10 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("sampler-logprobs-in-a-narrow-clip", PPO,
      ["algorithm.preset=gspo", "policy.dtype=bfloat16", "sampling.old_log_probs=sampler"],
      ["algorithm.preset=grpo", "policy.dtype=bfloat16", "sampling.old_log_probs=sampler"], UNKNOWN),
+    ("server-uncorrected", PPO, [*SERVED, "policy.dtype=bfloat16"],
+     [*SERVED, "policy.dtype=bfloat16", "sampling.correction=token_mask"], UNKNOWN),
+    ("correction-cap", PPO, ["sampling.correction={type: token_truncate, cap: 1.2}"],
+     ["sampling.correction={type: token_truncate, cap: 3}"], UNKNOWN),
     ("head-in-bfloat16", PPO, ["policy.dtype=bfloat16", "policy.head_dtype=model"], ["policy.dtype=bfloat16"], UNKNOWN),
     ("short-completions", PPO, ["sampling.max_new_tokens=8"], ["sampling.max_new_tokens=8", *FUNCTION], UNKNOWN),
     ("cut-off-unpunished", PPO, ["reward.shaping.missing_eos_penalty=0"],

@@ -1,0 +1,303 @@
+"""The sampling servers of a run: which of them answer, which weights they have, and who completes which prompts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from rlhf.errors import ConfigError, SamplingError
+from rlhf.models.text_config import text_config
+from rlhf.sampling.canary import KEY, Reading, compare, differing, forced_tail, likely_cause, misread, unchanged_mode
+from rlhf.sampling.push import PushedPolicy, WeightFolders, tensor_digest
+from rlhf.serving.http import JsonHttp, ServerDown, ServerRefused
+from rlhf.serving.routes import Answer, Ask
+from rlhf.serving.server import Push, Server
+from rlhf.tracking.metrics import Metrics
+
+POLL_S = 0.5  # between looks at servers that do not answer
+NAMED = 4  # tensors that an error lists
+
+
+@dataclass
+class Remote:
+    """A server, as far as the trainer knows it."""
+
+    http: JsonHttp
+    is_alive: bool = True
+    holds: str | None = None  # the version of its weights, if that is certain
+    tested: str | None = None  # the version that the canary has compared
+
+
+class ServerPool:
+    """The servers of a run. All samplers of the run share it: it knows which weights were pushed last.
+
+    Completions come only from servers that have the weights asked for. A server that dies is left out, and its prompts
+    are asked again elsewhere with the same keys, which gives the same completions; one that is back gets the weights
+    again. A push or a canary that fails stops the run.
+    """
+
+    def __init__(
+        self, config: Server, folder: Path, *, dtype: str, pad_id: int, warn: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Prepare the requests; nothing is sent.
+
+        Args:
+            config: the section of the servers.
+            folder: where pushed weights are written.
+            dtype: of the trainer's arithmetic, as policy.dtype.
+            pad_id: the id under masks.
+            warn: called when a server dies or is back.
+
+        Raises:
+            ConfigError: an address is none, or the token is not in the environment.
+        """
+        secret = None
+        if config.token_env is not None:
+            secret = os.environ.get(config.token_env)
+            if not secret:
+                raise ConfigError(
+                    f"sampling.server.token_env: the environment variable {config.token_env} is not set: put the token "
+                    "in it"
+                )
+        self.config, self.dtype, self.pad_id, self.warn = config, dtype, pad_id, warn
+        self.remotes = [Remote(JsonHttp(url, timeout_s=config.timeout_s, secret=secret)) for url in config.urls]
+        self.folders = WeightFolders(folder)
+        self.phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+        self._name = secrets.token_hex(4)  # tells this run's versions from those of other runs and starts
+        self._count = 0
+        self._digests: dict[str, str] = {}
+        self._delta: tuple[Path, str] | None = None  # the newest folder of changes, and the version that it changes
+        self._full: Path | None = None  # a folder with all tensors of this version
+        self._prompts: list[list[int]] = []  # the canary's: the same for the whole run, so that stale caches show
+        self._lock = threading.RLock()
+        self._asked_again, self._canary = 0, 0.0
+
+    @property
+    def version(self) -> str | None:
+        """Return the version of the weights that were pushed last; None before the first push."""
+        return f"{self._name}.{self._count}" if self._count else None
+
+    @contextmanager
+    def sampling_from(self, policy: PushedPolicy, prompts: Sequence[list[int]]) -> Iterator[None]:
+        """Make all servers that answer hold the policy's weights, and keep others from changing them in the body.
+
+        `prompts` are of the step, for the canary.
+
+        Raises:
+            SamplingError: a push broke, or the canary found a difference.
+        """
+        with self._lock:
+            if not self._prompts:
+                self._prompts = [list(ids) for ids in prompts[: self.config.canary.prompts]]
+            with self.phase("push"):
+                self._update(policy)
+            yield
+
+    def _update(self, policy: PushedPolicy) -> None:
+        """Find out what has changed since the last push, write it, and push it to the servers that answer."""
+        tensors = policy.tensors()
+        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        if digests != self._digests or not self._count:
+            self._write(policy, tensors, digests)
+        for remote in self.remotes:
+            self._bring_up_to_date(remote, policy, tensors)
+
+    def _write(self, policy: PushedPolicy, tensors: Mapping[str, Tensor], digests: dict[str, str]) -> None:
+        changed = {name: tensor for name, tensor in tensors.items() if self._digests.get(name) != digests[name]}
+        base = self.version if self.config.takes_changes and len(changed) < len(tensors) else None
+        self._count += 1
+        self._digests, self._delta, self._full = digests, None, None
+        if base is None or policy.is_adapter:
+            folder = self._write_full(policy, tensors)
+        else:
+            folder = self._write_folder(policy, f"weights-{self._count:06d}", changed, base)
+            self._delta = folder, base
+        self.folders.moved(changed, folder)
+        self.folders.prune({folder})
+
+    def _write_full(self, policy: PushedPolicy, tensors: Mapping[str, Tensor]) -> Path:
+        """Write all tensors of this version, unless they are there."""
+        if self._full is None:
+            self._full = self._write_folder(policy, f"weights-{self._count:06d}-all", tensors, None)
+        return self._full
+
+    def _write_folder(self, policy: PushedPolicy, name: str, tensors: Mapping[str, Tensor], base: str | None) -> Path:
+        manifest = {"version": self.version, "base": base, "tensors": {key: self._digests[key] for key in tensors}}
+        return self.folders.write(
+            name, tensors, manifest=manifest, is_adapter=policy.is_adapter, write_config=policy.write_config
+        )
+
+    def _bring_up_to_date(self, remote: Remote, policy: PushedPolicy, tensors: Mapping[str, Tensor]) -> None:
+        """Push this version to a server that does not have it, and compare its tokens; a dead one is left out."""
+        was_alive = remote.is_alive
+        try:
+            known = self.config.version(remote.http)
+            if known is not None:
+                remote.holds = known
+            elif not was_alive:
+                remote.holds = None  # it may have been started anew
+            if remote.holds != self.version:
+                self._push(remote, policy, tensors)
+            remote.is_alive = True
+            if remote.tested != self.version:
+                self._test(remote, policy)
+                remote.tested = self.version
+        except ServerDown as error:
+            self._lose(remote, error)
+            return
+        if not was_alive:
+            self.warn(f"the sampling server {remote.http.url} answers again, and has the current weights")
+
+    def _push(self, remote: Remote, policy: PushedPolicy, tensors: Mapping[str, Tensor]) -> None:
+        if self._delta is not None and remote.holds == self._delta[1]:
+            folder, base = self._delta
+        else:
+            folder, base = self._write_full(policy, tensors), None
+        remote.holds = remote.tested = None
+        path = self.config.location(folder, self.folders.root)
+        assert self.version is not None
+        push = Push(path=path, version=self.version, base=base, is_adapter=policy.is_adapter)
+        try:
+            self.config.push(remote.http, push)
+        except ServerRefused as error:
+            raise SamplingError(
+                f"the sampling server {remote.http.url} could not load the weights in {path}: {error}. It may hold a "
+                "mixture of old and new weights, so nothing is sampled from it: start the server again, and check that "
+                "it can read this folder (sampling.server.weights_dir)"
+            ) from error
+        remote.holds = self.version
+
+    def _lose(self, remote: Remote, error: Exception) -> None:
+        if remote.is_alive:
+            self.warn(f"the sampling server {remote.http.url} does not answer ({error}); the others go on")
+        remote.is_alive, remote.holds, remote.tested = False, None, None
+
+    def _test(self, remote: Remote, policy: PushedPolicy) -> None:
+        """Compare tokens of the server with the trainer's.
+
+        Raises:
+            SamplingError: they differ by more than the bound.
+        """
+        if not self._prompts:
+            return
+        canary, models = self.config.canary, policy.models
+        ask = Ask(
+            prompts=self._prompts,
+            rows=range(len(self._prompts)),
+            width=max(map(len, self._prompts)),
+            group_size=1,
+            key=KEY,
+            greedy=False,
+            temperature=models.temperature,
+            max_new_tokens=canary.tokens,
+            stop_ids=(),
+            pad_id=self.pad_id,
+            batch_size=len(self._prompts),
+            adapted=policy.is_adapter,
+        )
+        forced = [*self._prompts[0], *forced_tail(int(text_config(policy.model).vocab_size))]
+        try:
+            answer = self.config.generate(remote.http, ask)
+            wrong = misread(self._prompts, answer)
+            if wrong is not None:
+                raise SamplingError(
+                    f"the sampling server {remote.http.url} does not have the trainer's prompts: {wrong}"
+                )
+            scored = self.config.score(remote.http, forced, adapted=policy.is_adapter)
+        except ServerRefused as error:
+            raise SamplingError(
+                f"the sampling server {remote.http.url} refuses the canary's request: {error}"
+            ) from error
+        with unchanged_mode(policy.model):
+            reading = compare(models, self._prompts, answer, forced, scored, pad_id=self.pad_id)
+            self._canary = max(self._canary, reading.largest)
+            if reading.largest > canary.bound_for(self.dtype):
+                raise SamplingError(self._explain(remote, policy, reading))
+
+    def _explain(self, remote: Remote, policy: PushedPolicy, reading: Reading) -> str:
+        """Describe a difference that the canary found, with its likely cause."""
+        bound = self.config.canary.bound_for(self.dtype)
+        text = (
+            f"the sampling server {remote.http.url} does not have the trainer's weights, or computes with them "
+            f"otherwise: after the push of version {self.version} a log-probability differs by {reading.largest:.2e} "
+            f"nats (sampling.server.canary.bound is {bound:g}). Likely: "
+        )
+        served = self.config.digests(remote.http)
+        wrong = [] if served is None else differing(self._digests, served)
+        if wrong:
+            more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+            text += f"{', '.join(wrong[:NAMED])}{more}: other bits on the server than in the trainer; "
+        text += likely_cause(policy.models, reading, self.folders.older())
+        arithmetic = self.config.describe_arithmetic(remote.http)
+        if arithmetic is not None:
+            text += f" (the server computes in {arithmetic}, the trainer in {self.dtype})"
+        return text
+
+    def generate(self, asks: Sequence[Ask], policy: PushedPolicy) -> list[Answer]:
+        """Answer all requests, inside of `sampling_from`; each is repeated until a server with the weights answers it.
+
+        Raises:
+            SamplingError: no server has answered for sampling.server.wait_s, or one refuses a request.
+        """
+        answers: dict[int, Answer] = {}
+        waiting_since: float | None = None
+        while len(answers) < len(asks):
+            ready = [remote for remote in self.remotes if remote.is_alive and remote.holds == self.version]
+            if not ready:
+                now = time.monotonic()
+                waiting_since = now if waiting_since is None else waiting_since
+                if now - waiting_since > self.config.wait_s:
+                    raise SamplingError(
+                        f"no sampling server of {', '.join(self.config.urls)} has answered for "
+                        f"{self.config.wait_s:g} s (sampling.server.wait_s): start one"
+                    )
+                time.sleep(POLL_S)
+                self._update(policy)
+                continue
+            missing = [number for number in range(len(asks)) if number not in answers]
+            with ThreadPoolExecutor(len(ready)) as pool:
+                shares = [missing[place :: len(ready)] for place in range(len(ready))]
+                done = pool.map(partial(self._answer_share, asks), ready, shares)
+                found = [pair for pairs in done for pair in pairs]
+            self._asked_again += len(missing) - len(found)
+            answers |= dict(found)
+            if found:
+                waiting_since = None
+        return [answers[number] for number in range(len(asks))]
+
+    def _answer_share(self, asks: Sequence[Ask], remote: Remote, share: Sequence[int]) -> list[tuple[int, Answer]]:
+        """Ask a server some of the requests, until it dies or has other weights."""
+        answered: list[tuple[int, Answer]] = []
+        for number in share:
+            try:
+                answer = self.config.generate(remote.http, asks[number])
+            except ServerDown as error:
+                self._lose(remote, error)
+                break
+            except ServerRefused as error:
+                raise SamplingError(f"the sampling server {remote.http.url} refuses a request: {error}") from error
+            if answer.version not in (None, self.version):
+                remote.holds = None
+                break
+            answered.append((number, answer))
+        return answered
+
+    def take_metrics(self) -> Metrics:
+        """Return the metrics since the last call."""
+        metrics = Metrics()
+        metrics.add("server/canary", self._canary)
+        metrics.add("server/pushed_mb", self.folders.take_written())
+        metrics.add("server/asked_again", float(self._asked_again))
+        metrics.add("server/alive", float(sum(remote.is_alive for remote in self.remotes)))
+        self._asked_again, self._canary = 0, 0.0
+        return metrics

@@ -1,0 +1,15 @@
+"""Sampling servers: how they are configured, and the routes that each kind of them answers.
+
+    server        the family `Server` (sampling.server): settings, and what the trainer asks a server
+    routes        the requests of vLLM's routes, which `rlhf serve-policy` answers too
+    own, vllm     the members: our own server, and vLLM
+    http          JSON over HTTP, with a timeout for everything
+
+What holds weights and models is in rlhf/sampling: the pool of servers, the pushes, the canary, our own server.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

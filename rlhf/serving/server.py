@@ -1,0 +1,103 @@
+"""The family of sampling servers: settings, and what the trainer asks a server of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from rlhf.section import Choice, Positive, Section
+from rlhf.serving.http import JsonHttp
+from rlhf.serving.routes import Answer, Ask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """Weights to load."""
+
+    path: str  # the folder, as the server sees it
+    version: str
+    base: str | None  # the version that the folder's tensors change; None: the folder has all tensors
+    is_adapter: bool
+
+
+class CanaryConfig(Section):
+    """The check after every push: the trainer computes some tokens of the server again."""
+
+    prompts: Annotated[int, Field(ge=0)] = 4
+    """Prompts that are completed and recomputed after every push; 0: no check."""
+    tokens: Annotated[int, Field(ge=1)] = 8
+    """Tokens of each of these completions."""
+    bound: Positive | None = None
+    """Largest difference of a token's log-probability, in nats; beyond it the run stops. null: 1e-3, in bfloat16
+    0.1."""
+
+    def bound_for(self, dtype: str) -> float:
+        """Return the bound for weights and arithmetic of this dtype."""
+        return self.bound if self.bound is not None else (0.1 if dtype == "bfloat16" else 1e-3)
+
+
+class Server(Choice):
+    """Servers that sample the completions, with weights that the trainer pushes as files.
+
+    A server of another kind is a subclass in a file that `plugins` lists.
+    """
+
+    takes_changes: ClassVar[bool] = False
+    """Whether a push may hold only the tensors that have changed."""
+
+    type: str
+    urls: Annotated[list[str], Field(min_length=1)]
+    """Addresses, such as http://127.0.0.1:8001. The prompts of a step are dealt to all of them."""
+    weights_dir: str | None = None
+    """Folder for pushed weights, which every server can read; null: the folder `weights` in the run's folder."""
+    weights_dir_on_server: str | None = None
+    """The same folder as the servers see it; null: the same path."""
+    timeout_s: Positive = 600.0
+    """Seconds that a request may go without data. A server that exceeds them counts as dead, and another one answers
+    the request."""
+    wait_s: Positive = 300.0
+    """Seconds to wait while no server answers; then the run is saved and stops."""
+    token_env: str | None = None
+    """Environment variable with the token for Authorization: Bearer; null: no token is sent."""
+    canary: CanaryConfig = CanaryConfig()
+    """The check after every push."""
+
+    def location(self, folder: Path, root: Path) -> str:
+        """Return a folder below `root` as the servers see it."""
+        if self.weights_dir_on_server is None:
+            return str(folder)
+        return f"{self.weights_dir_on_server.rstrip('/')}/{folder.relative_to(root).as_posix()}"
+
+    def generate(self, http: JsonHttp, ask: Ask) -> Answer:
+        """Complete prompts."""
+        raise NotImplementedError
+
+    def score(self, http: JsonHttp, ids: list[int], *, adapted: bool) -> list[float]:
+        """Return the log-probability of each token after the first, at temperature 1; of the adapted model if asked."""
+        raise NotImplementedError
+
+    def version(self, http: JsonHttp) -> str | None:
+        """Return the version of the server's weights; None if the server does not report it.
+
+        Raises:
+            ServerDown: the server does not answer.
+        """
+        raise NotImplementedError
+
+    def push(self, http: JsonHttp, push: Push) -> None:
+        """Make the server load weights, and forget what it has computed with those before."""
+        raise NotImplementedError
+
+    def digests(self, http: JsonHttp) -> Mapping[str, str] | None:
+        """Return the digest of each tensor that the server holds; None if it does not report them."""
+        del http
+        return None
+
+    def describe_arithmetic(self, http: JsonHttp) -> str | None:
+        """Return the precision of the server's arithmetic; None if it does not report it."""
+        del http
+        return None

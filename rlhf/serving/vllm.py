@@ -1,0 +1,104 @@
+"""vLLM, with its development routes (VLLM_SERVER_DEV_MODE=1)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from rlhf.serving.http import JsonHttp
+from rlhf.serving.routes import EXACT, Answer, Ask, choices_of, read_choice, score
+from rlhf.serving.server import Push, Server
+
+SHORT_S = 60.0
+TRUNCATING = ("top_p", "top_k", "min_p")
+CHANGING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "bad_words")
+OURS = ("prompt", "n", "seed", "temperature", "max_tokens", "stop_token_ids", "logprobs", "return_token_ids", "model")
+
+
+class VllmServer(Server):
+    """vLLM 0.32 or later, started with VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs."""
+
+    type: Literal["vllm"] = "vllm"
+    model: str = "policy"
+    """The name that vLLM serves the model by (--served-model-name)."""
+    adapter: str = "policy-adapter"
+    """The name of the pushed adapter, if the policy has one (--enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True)."""
+    concurrency: Annotated[int, Field(ge=1)] = 64
+    """Requests at the same time; each completion is one request."""
+    after_reload: list[str] = []
+    """Methods of a worker extension to call after a reload. [resync_head] is needed on a CPU, where vLLM keeps the old
+    output head of a model with tied embeddings."""
+    params: dict[str, Any] = {}
+    """Further fields of every request."""
+
+    @field_validator("params")
+    @classmethod
+    def _check_params(cls, params: dict[str, Any]) -> dict[str, Any]:
+        for name in params:
+            if name in TRUNCATING:
+                raise ValueError(
+                    f"{name} leaves tokens out, and vLLM's log-probabilities are those after it: ratios would be wrong "
+                    f"by the probability left out. Remove {name}; lower sampling.temperature instead"
+                )
+            if name in CHANGING:
+                raise ValueError(f"{name} changes the distribution that is sampled from: remove it")
+            if name in OURS:
+                raise ValueError(f"{name} is set by the trainer: remove it")
+        return params
+
+    def generate(self, http: JsonHttp, ask: Ask) -> Answer:
+        """Complete each row by a request of its own, seeded by its key, so that no row depends on another."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        rows = [(prompt, row * ask.group_size + i) for prompt, row in zip(ask.prompts, ask.rows, strict=True)
+                for i in range(ask.group_size)]  # fmt: skip
+        with ThreadPoolExecutor(min(self.concurrency, len(rows))) as pool:
+            read = list(pool.map(lambda entry: self._complete(http, ask, *entry), rows))
+        ids, logprobs, prompts = (list(column) for column in zip(*read, strict=True))
+        return Answer(ids=ids, logprobs=logprobs, prompts=prompts, version=None)
+
+    def _complete(self, http: JsonHttp, ask: Ask, prompt: Any, row: int) -> tuple[list[int], list[float], list[int]]:
+        seed = int.from_bytes(hashlib.sha256(f"{ask.key}/{row}".encode()).digest()[:8], "big") >> 1
+        body = {
+            "model": self._asked(ask.adapted),
+            "prompt": list(prompt),
+            "n": 1,
+            "seed": seed,
+            "temperature": 0.0 if ask.greedy else ask.temperature,
+            "max_tokens": ask.max_new_tokens,
+            "stop_token_ids": list(ask.stop_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+            **EXACT,
+            **self.params,
+        }
+        (choice,) = choices_of(http.post("/v1/completions", body), 1)
+        return read_choice(choice)
+
+    def score(self, http: JsonHttp, ids: list[int], *, adapted: bool) -> list[float]:
+        """Ask for prompt_logprobs."""
+        return score(http, ids, model=self._asked(adapted), timeout_s=self.timeout_s)
+
+    def version(self, http: JsonHttp) -> str | None:
+        """Check that vLLM answers; it does not know the trainer's versions."""
+        http.get("/health", timeout_s=SHORT_S)
+        return None
+
+    def push(self, http: JsonHttp, push: Push) -> None:
+        """Load an adapter under its name, or pause, reload all weights, forget cached prefixes, and resume."""
+        if push.is_adapter:
+            body = {"lora_name": self.adapter, "lora_path": push.path, "load_inplace": True}
+            http.post("/v1/load_lora_adapter", body)
+            http.post("/reset_prefix_cache", timeout_s=SHORT_S)
+            return
+        http.post("/pause", timeout_s=self.timeout_s)
+        http.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": push.path}})
+        for method in self.after_reload:
+            http.post("/collective_rpc", {"method": method})
+        http.post("/reset_prefix_cache", timeout_s=SHORT_S)
+        http.post("/resume", timeout_s=SHORT_S)
+
+    def _asked(self, adapted: bool) -> str:
+        return self.adapter if adapted else self.model

@@ -1,0 +1,241 @@
+"""The canary: ten mistakes of a push, planted in a server that answers 200 OK to everything; ten found and named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from servers import CPU, listening
+from tiny_models import BOS, PAD, saved, tiny
+from torch import Tensor, nn
+
+from rlhf.config.sections import LoraConfig, SamplingConfig
+from rlhf.errors import SamplingError
+from rlhf.models.backbone import CausalLM, add_lora, load_causal_lm
+from rlhf.models.policy_models import Models
+from rlhf.sampling.pool import ServerPool
+from rlhf.sampling.push import PushedPolicy, pushed_tensors, tensor_digest
+from rlhf.sampling.service import PolicyService, round_to_int8
+
+PROMPTS = [[BOS, 5, 7, 9, 11], [BOS, 4, 6], [BOS, 8, 3, 12, 6], [BOS, 10, 3]]
+KINDS = ("rlhf", "vllm")
+Edit = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+class Sound(PolicyService):
+    """A server without a mistake, which knows the method of vLLM's worker extension."""
+
+    pushes = 0
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> None:
+        self.pushes += 1
+        super().apply(tensors if self.pushes == 1 else self.edit(dict(tensors)))
+
+    def edit(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What arrives of a push after the first."""
+        return tensors
+
+    def answer(self, method: str, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        if route == "/v1/load_lora_adapter":
+            self.load(str(body["lora_path"]))
+            return {}
+        return super().answer(method, route, body)
+
+
+def edited(edit: Edit) -> type[Sound]:
+    return type("Edited", (Sound,), {"edit": lambda self, tensors: edit(tensors)})
+
+
+def without(part: str) -> type[Sound]:
+    return edited(lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name})
+
+
+def changed(part: str, change: Callable[[Tensor], Tensor]) -> type[Sound]:
+    return edited(lambda tensors: {name: change(t) if part in name else t for name, t in tensors.items()})
+
+
+class OldHead(Sound):
+    """Keeps a private copy of tied embeddings as output head, as vLLM 0.32 does on a CPU."""
+
+    def edit(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        head: Any = self.model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        return tensors
+
+
+class StaleCache(Sound):
+    """Completes prompts that were asked before from the weights of that time."""
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> None:
+        super().apply(tensors)
+        if self.pushes == 1:
+            self.before = PolicyService(copy.deepcopy(self.model), dtype=self.dtype, device=self.device)
+
+    def sample(self, prompts: list[list[int]], **options: Any) -> Any:
+        stale = self.pushes > 1 and len(prompts[0]) <= max(map(len, PROMPTS))
+        return self.before.sample(prompts, **options) if stale else super().sample(prompts, **options)
+
+
+class OtherTemplate(Sound):
+    """Puts a token of its own before every prompt."""
+
+    def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        rows = body["prompt"]
+        rows = [[BOS, *row] for row in rows] if isinstance(rows[0], list) else [BOS, *rows]
+        return super().complete({**body, "prompt": rows} if self.pushes > 1 else body)
+
+
+class ShortVocabulary(Sound):
+    """Leaves out the last tokens, as after a head that was cut to the size of a tokenizer."""
+
+    cut = 3
+
+    def _score(self, ids: list[int]) -> list[float]:
+        values = super()._score(ids)
+        if self.pushes == 1:
+            return values
+        size = self.model.get_input_embeddings().weight.shape[0] - self.cut
+        return [float("-inf") if token >= size else value for token, value in zip(ids[1:], values, strict=True)]
+
+
+def scaled_adapter(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: 2 * tensor if "lora_B" in name else tensor for name, tensor in tensors.items()}
+
+
+MISTAKES: dict[str, tuple[type[Sound], str, bool]] = {  # the server, what the error has to say, whether LoRA trains
+    "old head": (OldHead, "old lm_head", False),
+    "one layer old": (without("layers.1."), "old layer 1", False),
+    "transposed": (
+        changed("layers.0.self_attn.q_proj", lambda t: t.T.contiguous()),
+        "transposed model.layers.0",
+        False,
+    ),
+    "wrong scale": (changed("layers.0.mlp.up_proj", lambda t: t / 2), "wrong scale of model.layers.0.mlp", False),
+    "stale cache": (StaleCache, "a stale cache", False),
+    "other template": (OtherTemplate, "another template or added tokens", False),
+    "truncated vocabulary": (ShortVocabulary, "a truncated vocabulary", False),
+    "old adapter": (edited(lambda tensors: {}), "old ", True),
+    "norms old": (without("norm"), "old norms", False),
+    "wrong dtype": (edited(lambda tensors: {n: t.bfloat16() for n, t in tensors.items()}), "bfloat16", False),
+    "wrong scale of the adapter": (edited(scaled_adapter), "wrong scale of the adapter (2 times)", True),
+}
+
+
+def model_folder(folder: Path) -> str:
+    return saved(tiny(dtype=torch.float32, tie_word_embeddings=True), folder / "model")
+
+
+def pool_of(kind: str, url: str, folder: Path, **server: Any) -> ServerPool:
+    section = SamplingConfig(server={"type": kind, "urls": [url], **server}).server  # type: ignore[arg-type]
+    assert section is not None
+    return ServerPool(section, folder / "weights", dtype="float32", pad_id=PAD)
+
+
+def policy_of(model: str, *, lora: bool) -> PushedPolicy:
+    policy: CausalLM = load_causal_lm(model)
+    if lora:
+        policy = add_lora(policy, LoraConfig(r=2))
+        perturb(policy, 7)
+    return PushedPolicy(Models(policy=policy, temperature=1.0, dtype="float32", device=CPU))
+
+
+@torch.no_grad()
+def perturb(policy: CausalLM, seed: int) -> None:
+    """Stand in for an update."""
+    draw = torch.Generator().manual_seed(seed)
+    for tensor in pushed_tensors(policy).values():
+        tensor += 0.1 * torch.randn(tensor.shape, generator=draw)
+
+
+def push(pool: ServerPool, policy: PushedPolicy) -> float:
+    with pool.sampling_from(policy, PROMPTS):
+        return pool.take_metrics()["server/canary"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_found_and_named(tmp_path: Path, mistake: str, kind: str) -> None:
+    server, cause, lora = MISTAKES[mistake]
+    model = model_folder(tmp_path)
+    policy = policy_of(model, lora=lora)
+    with listening(server(load_causal_lm(model), dtype="float32", device=CPU)) as url:
+        pool = pool_of(kind, url, tmp_path)
+        assert push(pool, policy) < 1e-4, "the first push is right"
+        perturb(policy.model, 1)
+        before = {name: tensor.clone() for name, tensor in pushed_tensors(policy.model).items()}
+        with pytest.raises(SamplingError, match="does not have the trainer's") as caught:
+            push(pool, policy)
+    assert cause in str(caught.value)
+    after = pushed_tensors(policy.model)
+    assert all(torch.equal(before[name], after[name]) for name in before), "the search leaves the policy as it was"
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sound_server_passes_after_every_push(tmp_path: Path, kind: str, lora: bool) -> None:
+    model = model_folder(tmp_path)
+    policy = policy_of(model, lora=lora)
+    with listening(Sound(load_causal_lm(model), dtype="float32", device=CPU)) as url:
+        pool = pool_of(kind, url, tmp_path)
+        for seed in range(4):
+            assert push(pool, policy) < 1e-4
+            perturb(policy.model, seed)
+
+
+def test_the_first_bit_that_differs_is_named_by_our_server(tmp_path: Path) -> None:
+    """A mistake too small for the bound is none for the bound, but digests see every bit once a token differs."""
+    model = model_folder(tmp_path)
+    policy = policy_of(model, lora=False)
+    with listening(without("layers.0.mlp.down")(load_causal_lm(model), dtype="float32", device=CPU)) as url:
+        pool = pool_of("rlhf", url, tmp_path, canary={"bound": 1e-4})
+        push(pool, policy)
+        perturb(policy.model, 1)
+        with pytest.raises(SamplingError, match=r"model\.layers\.0\.mlp\.down_proj\.weight: other bits on the server"):
+            push(pool, policy)
+
+
+def test_only_what_changed_is_pushed(tmp_path: Path) -> None:
+    model = model_folder(tmp_path)
+    policy = policy_of(model, lora=False)
+    service = Sound(load_causal_lm(model), dtype="float32", device=CPU)
+    with listening(service) as url:
+        pool = pool_of("rlhf", url, tmp_path)
+        push(pool, policy)
+        version = pool.version
+        push(pool, policy)
+        assert pool.version == version, "nothing has changed"
+        norm = pushed_tensors(policy.model)["model.norm.weight"]
+        norm.mul_(1.5)
+        push(pool, policy)
+        assert service.version == pool.version != version
+        (newest,) = (tmp_path / "weights").glob("weights-000002*")
+        assert (tmp_path / "weights" / "VERSION").read_text().strip() == newest.name
+        assert (newest / "model.safetensors").stat().st_size < 1000
+        assert service.digests() == {n: tensor_digest(t) for n, t in pushed_tensors(policy.model).items()}
+
+
+def test_a_digest_sees_any_element_and_any_order() -> None:
+    values = torch.arange(1_100_000, dtype=torch.float32).view(1000, 1100)
+    digest = tensor_digest(values)
+    other = values.clone()
+    other[999, 1099] += 1
+    swapped = values.clone()
+    swapped[0, 0], swapped[0, 1] = values[0, 1], values[0, 0]
+    assert len({digest, tensor_digest(other), tensor_digest(swapped), tensor_digest(values.T)}) == 4
+    assert tensor_digest(values.clone()) == digest
+    assert tensor_digest(torch.zeros(2)) != tensor_digest(torch.zeros(2, dtype=torch.float16))
+
+
+def test_int8_by_hand_and_the_canary_sees_it(tmp_path: Path) -> None:
+    weight = torch.tensor([[127.0, 0.4, -63.6], [0.0, 0.0, 0.0]])
+    assert torch.equal(round_to_int8(weight), torch.tensor([[127.0, 0.0, -64.0], [0.0, 0.0, 0.0]]))
+    model = model_folder(tmp_path)
+    policy = policy_of(model, lora=False)
+    with listening(Sound(load_causal_lm(model), dtype="float32", device=CPU, weights="int8")) as url:
+        with pytest.raises(SamplingError, match="weights int8"):
+            push(pool_of("rlhf", url, tmp_path), policy)
+        assert 1e-3 < push(pool_of("rlhf", url, tmp_path, canary={"bound": 0.5}), policy) < 0.5

@@ -1,0 +1,164 @@
+"""Servers and trainers that die: the run has the same numbers as without it, or stops and can be continued."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import largest_difference, make_model, online, ppo_tree, trained, weights
+from servers import listening, served, service_of
+from torch import Tensor
+
+from rlhf.errors import SamplingError
+from rlhf.sampling.service import PolicyService
+from rlhf.training.online import train
+
+GRPO = ("algorithm.preset=grpo", "sampling.completions_per_prompt=4", "eval.every=0")
+
+
+class Mortal:
+    """A server that is killed in the middle of some requests, and is started anew at once or never again."""
+
+    def __init__(self, model: Path, *, dies_at: set[int], comes_back: bool = True) -> None:
+        self.model, self.dies_at, self.comes_back = model, dies_at, comes_back
+        self.service = service_of(model)
+        self.asked, self.deaths, self.is_dead = 0, 0, False
+        self.lock = threading.Lock()
+
+    def answer(self, method: str, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        if self.is_dead:
+            raise ConnectionAbortedError
+        if route == "/v1/completions":
+            with self.lock:
+                self.asked += 1
+                dies = self.asked in self.dies_at
+            if dies:
+                self.service.answer(method, route, body)  # it has computed, and nobody gets it
+                self.deaths += 1
+                self.is_dead = not self.comes_back
+                self.service = service_of(self.model)
+                raise ConnectionAbortedError
+        return self.service.answer(method, route, body)
+
+
+def tree_of(folder: Path, model: Path, *urls: str, **server: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    return ppo_tree(folder, policy={"model": str(model)}, sampling=served(*urls, **server))
+
+
+def same(one: Any, other: Any) -> bool:
+    return largest_difference(weights(one.models.policy), weights(other.models.policy)) == 0.0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_five_kills_in_mid_rollout_change_nothing(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    with listening(service_of(model)) as url:
+        calm = trained(tree_of(tmp_path / "calm", model, url), *GRPO)
+    mortal = Mortal(model, dies_at={3, 6, 9, 13, 14})
+    with listening(mortal) as url:
+        hard = trained(tree_of(tmp_path / "hard", model, url), *GRPO)
+    assert mortal.deaths == 5
+    assert same(calm, hard)
+
+
+def test_one_of_two_servers_dies_for_good(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    with listening(service_of(model)) as one, listening(service_of(model)) as two:
+        calm = trained(tree_of(tmp_path / "calm", model, one, two), *GRPO)
+    mortal = Mortal(model, dies_at={6}, comes_back=False)
+    with listening(service_of(model)) as one, listening(mortal) as two:
+        hard = trained(tree_of(tmp_path / "hard", model, one, two), *GRPO)
+    assert mortal.deaths == 1
+    assert same(calm, hard)
+    assert hard.servers is not None
+    assert [remote.is_alive for remote in hard.servers.remotes] == [True, False]
+
+
+def test_a_run_without_a_server_is_saved_and_continues(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    with listening(service_of(model)) as url:
+        calm = trained(tree_of(tmp_path / "calm", model, url), *GRPO)
+    mortal = Mortal(model, dies_at={8}, comes_back=False)
+    with listening(mortal) as url:
+        tree = tree_of(tmp_path / "hard", model, url, wait_s=1.0)
+        run = online(tree, *GRPO)
+        with pytest.raises(SamplingError, match=r"has answered for 1 s .*The run is saved at step 2"):
+            train(run)
+        run.session.recorder.close()
+    del run
+    with listening(service_of(model)) as url:
+        again = trained(tree_of(tmp_path / "hard", model, url), *GRPO)
+    assert same(calm, again)
+
+
+def test_a_push_that_breaks_half_way_stops_the_run_and_the_server(tmp_path: Path) -> None:
+    class Breaks(PolicyService):
+        pushes = 0
+
+        def apply(self, tensors: Mapping[str, Tensor]) -> None:
+            self.pushes += 1
+            half = dict(list(tensors.items())[: len(tensors) // 2])
+            super().apply(half if self.pushes == 2 else tensors)
+            if self.pushes == 2:
+                raise OSError("the disk has gone")
+
+    model = make_model(tmp_path / "model")
+    service = service_of(model, Breaks)
+    with listening(service) as url:
+        run = online(tree_of(tmp_path / "run", model, url), *GRPO)
+        with pytest.raises(SamplingError, match=r"could not load the weights .*the disk has gone.*saved at step 1"):
+            train(run)
+        run.session.recorder.close()
+        with pytest.raises(Exception, match="the last push broke"):
+            service.answer("POST", "/v1/completions", {"prompt": [4, 5]})
+
+
+def start_server(model: Path, port: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rlhf", "serve-policy", str(model), "--port", str(port), "--threads", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert "sampling.server.urls" in line, line
+    return process
+
+
+@pytest.mark.slow
+def test_real_processes_killed_five_times(tmp_path: Path) -> None:
+    """SIGKILL at any moment, a new process in its place, on the same port."""
+    model = make_model(tmp_path / "model")
+    with listening(service_of(model)) as url:
+        calm = trained(tree_of(tmp_path / "calm", model, url), *GRPO, "schedule.steps=12")
+    with listening(service_of(model)) as url:
+        port = int(url.rsplit(":", 1)[1])
+    processes, stop = [start_server(model, port)], threading.Event()
+
+    def kill() -> None:
+        for _ in range(5):
+            time.sleep(1.0)
+            processes[-1].send_signal(signal.SIGKILL)
+            processes[-1].wait()
+            if stop.is_set():
+                return
+            processes.append(start_server(model, port))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        hard = trained(tree_of(tmp_path / "hard", model, f"http://127.0.0.1:{port}"), *GRPO, "schedule.steps=12")
+    finally:
+        stop.set()
+        killer.join()
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert same(calm, hard)

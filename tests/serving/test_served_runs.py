@@ -1,0 +1,45 @@
+"""Runs whose completions a server draws: the same numbers as in this process, whatever happens to the servers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import largest_difference, make_model, ppo_tree, trained, weights
+from servers import listening, served, service_of
+
+SERVER = ("server/",)
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl without those of servers."""
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if not name.startswith(SERVER)} for line in lines]
+
+
+def tree_of(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    return ppo_tree(folder, policy={"model": str(model)}, **changes)
+
+
+PRESETS = {
+    "ppo": ["algorithm.preset=ppo"],
+    "grpo": ["algorithm.preset=grpo", "sampling.completions_per_prompt=4", "batch.prompts_per_step=4"],
+    "remax": ["algorithm.preset=remax", "batch.epochs=1", "batch.minibatches=1"],
+    "lora": ["algorithm.preset=grpo", "sampling.completions_per_prompt=4", "policy.lora.r=2", "policy.lr=0.1"],
+    "ahead": ["algorithm.preset=ppo", "overlap.ahead=true"],
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_served_run_is_the_run_bit_for_bit(tmp_path: Path, name: str) -> None:
+    model = make_model(tmp_path / "model")
+    here = trained(tree_of(tmp_path / "here", model), *PRESETS[name])
+    with listening(service_of(model)) as url:
+        there = trained(tree_of(tmp_path / "there", model, sampling=served(url)), *PRESETS[name])
+    assert largest_difference(weights(here.models.policy), weights(there.models.policy)) == 0.0
+    assert metrics(tmp_path / "here") == metrics(tmp_path / "there")
+    samples = [(tmp_path / name / "run" / "samples.jsonl").read_bytes() for name in ("here", "there")]
+    assert samples[0] == samples[1]
