@@ -43,6 +43,10 @@ MAKERS = {
     "runs/instructions/eval.jsonl": (
         "python scripts/make_instructions.py runs/instructions/eval.jsonl --rows 64 --skip 100000"
     ),
+    **{
+        f"runs/json/{name}.jsonl": f"python scripts/make_json_task.py runs/json/{name}.jsonl --split {name} --rows {n}"
+        for name, n in (("train", 4000), ("tune", 96), ("test", 300))
+    },
     **{f"data/{name}": f"python scripts/get_data.py {name}" for name in FETCHED},
 }
 """The command that makes each model folder and data file which shipped configurations name; of a folder, all in it."""
