@@ -174,9 +174,7 @@ def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
         (
             "reward.source.type=modle",
             "reward.source.type: 'modle' is not one of ensemble, environment, function, model, openai, remote, "
-            "rules, verifier, zero; "
-            "did you mean model?",
-            "did you mean model?",
+            "rules, verifier, zero; did you mean model?",
         ),
         (
             "policy.optimizer=adamv",
