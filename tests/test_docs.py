@@ -207,6 +207,7 @@ PATH = re.compile(rf"(?<![\w./-])(?:{OWN_FOLDERS})/[\w./*-]*\w/?")
 DOTTED_NAME = re.compile(r"(?<![\w./-])(?:rlhf|reward_model)(?:\.[A-Za-z_]\w*)+(?::\w+)?")
 PYTHON_FILE = re.compile(r"(?:[\w-]+/)*([\w-]+\.py)(?:::(\w+))?")
 USERS_FILES = {
+    "policy_extension.py",
     "my_rewards.py",
     "my_functions.py",
     "my_losses.py",

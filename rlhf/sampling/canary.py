@@ -145,19 +145,19 @@ def likely_cause(models: Models, reading: Reading, older: Mapping[str, Tensor]) 
     start = float((_logprobs(models, reading.forced) - served).abs().max())
     if start <= CLOSER * reading.drawn_difference:
         return _cause_of_drawn(models, reading)
-    found: list[tuple[float, str]] = []
+    causes: list[tuple[float, str]] = []
     for name, mistake in _mistakes(models, older):
         with mistake:
-            found.append((float((_logprobs(models, reading.forced) - served).abs().max()), name))
-        if found[-1][0] <= CLOSER**2 * start:
+            causes.append((float((_logprobs(models, reading.forced) - served).abs().max()), name))
+        if causes[-1][0] <= CLOSER**2 * start:
             return name
     with autocast("bfloat16", models.device):
         rounded = float((_logprobs(models, reading.forced, "bfloat16") - served).abs().max())
-    found.append((rounded, "bfloat16 arithmetic on the server"))
+    causes.append((rounded, "bfloat16 arithmetic on the server"))
     cut = _cut_vocabulary(models, reading, served)
     if cut is not None:
-        found.append((0.0, cut))
-    best, name = min(found, default=(math.inf, ""))
+        causes.append((0.0, cut))
+    best, name = min(causes, default=(math.inf, ""))
     if best <= CLOSER * start:
         return name
     return (

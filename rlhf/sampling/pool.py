@@ -268,10 +268,10 @@ class ServerPool:
             with ThreadPoolExecutor(len(ready)) as pool:
                 shares = [missing[place :: len(ready)] for place in range(len(ready))]
                 done = pool.map(partial(self._answer_share, asks), ready, shares)
-                found = [pair for pairs in done for pair in pairs]
-            self._asked_again += len(missing) - len(found)
-            answers |= dict(found)
-            if found:
+                drawn = [pair for pairs in done for pair in pairs]
+            self._asked_again += len(missing) - len(drawn)
+            answers |= dict(drawn)
+            if drawn:
                 waiting_since = None
         return [answers[number] for number in range(len(asks))]
 

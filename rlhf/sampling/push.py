@@ -174,8 +174,8 @@ class WeightFolders:
         for folder in set(self.before.values()):
             for file in (folder / WEIGHTS, folder / ADAPTER):
                 if file.is_file():
-                    found = load_file(file)
-                    tensors |= {name: found[name] for name, place in self.before.items() if place == folder}
+                    stored = load_file(file)
+                    tensors |= {name: stored[name] for name, place in self.before.items() if place == folder}
         return tensors
 
     def prune(self, kept: set[Path]) -> None:

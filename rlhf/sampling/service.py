@@ -312,7 +312,7 @@ Answering = Callable[[str, str, Mapping[str, Any]], dict[str, Any]]
 
 
 def make_policy_server(answer: Answering, host: str, port: int, *, token: str | None = None) -> ThreadingHTTPServer:
-    """Listen for the requests of a trainer; `serve_forever` of the result answers them by `answer`.
+    """Listen for the requests of a trainer; the result answers them by `answer` once it serves.
 
     Raises:
         OSError: the address cannot be used.

@@ -74,5 +74,5 @@ class OwnServer(Server):
 
     def describe_arithmetic(self, http: JsonHttp) -> str | None:
         """Ask /weights."""
-        found = http.get("/weights", timeout_s=SHORT_S)
-        return f"{found['dtype']}, weights {found['weights']}"
+        status = http.get("/weights", timeout_s=SHORT_S)
+        return f"{status['dtype']}, weights {status['weights']}"

@@ -89,7 +89,7 @@ def score(http: JsonHttp, ids: Sequence[int], *, model: str | None, timeout_s: f
         raise ServerRefused(200, "the server returns no prompt_logprobs")
     values = []
     for token, entry in zip(ids[1:], entries[1:], strict=True):
-        found = entry.get(str(token)) if isinstance(entry, Mapping) else None
-        value = found.get("logprob") if isinstance(found, Mapping) else None
+        top = entry.get(str(token)) if isinstance(entry, Mapping) else None
+        value = top.get("logprob") if isinstance(top, Mapping) else None
         values.append(float("-inf") if value is None else float(value))
     return values

@@ -140,9 +140,17 @@ def agreement(prefix: str, detected: Sequence[bool], labels: Sequence[bool], whi
     """
     rows = list(zip(detected, labels, strict=True))
     parts = (
-        ("accuracy", [seen == said for seen, said in rows], f"{which} that the detector and people judge alike"),
-        ("precision", [said for seen, said in rows if seen], f"{which} detected as refusals that people call one"),
-        ("recall", [seen for seen, said in rows if said], f"{which} that people call refusals and that are detected"),
+        ("accuracy", [seen == refused for seen, refused in rows], f"{which} that the detector and people judge alike"),
+        (
+            "precision",
+            [refused for seen, refused in rows if seen],
+            f"{which} detected as refusals that people call one",
+        ),
+        (
+            "recall",
+            [seen for seen, refused in rows if refused],
+            f"{which} that people call refusals and that are detected",
+        ),
     )
     return [
         share_estimate(f"{prefix}{name}", list(map(float, verdicts)), meaning)

@@ -66,8 +66,8 @@ def problem(change: float, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 def bias_and_spread(name: str, change: float, **settings: Any) -> Estimate:
     """The mean over four policies."""
-    found = [estimate(WORLD, *problem(change, seed), correction(name, **settings)) for seed in range(4)]
-    return Estimate(sum(e.bias for e in found) / 4, sum(e.spread for e in found) / 4)
+    estimates = [estimate(WORLD, *problem(change, seed), correction(name, **settings)) for seed in range(4)]
+    return Estimate(sum(e.bias for e in estimates) / 4, sum(e.spread for e in estimates) / 4)
 
 
 @pytest.mark.parametrize("name", ["sequence_truncate", "sequence_mask"])
@@ -125,8 +125,8 @@ def table() -> str:
 
 
 def test_the_table_of_the_page_is_what_enumeration_gives() -> None:
-    found = re.findall(rf"^\| `(?:{'|'.join(NAMES)})` \|(?: [\d.]+ \|){{6}}$", DOCS.read_text(encoding="utf-8"), re.M)
-    assert "\n".join(found) == table()
+    lines = re.findall(rf"^\| `(?:{'|'.join(NAMES)})` \|(?: [\d.]+ \|){{6}}$", DOCS.read_text(encoding="utf-8"), re.M)
+    assert "\n".join(lines) == table()
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ MISTAKES = {
     "train configs/lab/ppo.yaml data.prompts.path=lab:promts": "the lab has no 'promts'",
     "quickstart policy.lrr=1": "policy.lrr: unknown key; did you mean lr?",
     "eval docs": "docs is not a run folder (it has no config.yaml)",
-    "eval docs --suite gsm9k": "--suite: 'gsm9k' is not one of detox, gsm8k, lm-eval:TASK, hh",
+    "eval docs --suite gsm9k": "--suite: 'gsm9k' is not one of blimp, detox, gsm8k, harmful, lm-eval:TASK, hh",
     "eval docs --suite gsm8k --data README.md smaples=2": "smaples: unknown key; did you mean samples?",
     "eval docs --suite gsm8k": "the suite gsm8k needs data: --data PATH",
     "eval docs --suite xstest --data ./no.csv": "dataset.path: no such file or folder: ./no.csv",
