@@ -70,7 +70,7 @@ QUESTIONS: dict[str, list[str]] = {
     "ppo or dpo": ["choosing", "compare"],
     "out of memory": ["troubleshooting"],
     "resume a run": ["reliability", "run_folder"],
-    "lora": ["models"],
+    "lora": ["models", "adapters"],
     "learning rate": ["hyperparameters", "configuration"],
     "trl migration": ["coming_from_trl"],
     "multiple gpus deepspeed": ["distributed"],

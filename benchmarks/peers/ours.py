@@ -181,8 +181,8 @@ def observed(job: Job) -> Iterator[Observations]:
         seen.updates.append({"loss": metrics["loss/total"], "gradient": math.hypot(*norms)})
         return metrics
 
-    def sampler(config: Any, models: Models, *rest: Any) -> Sampler:
-        return WatchedSampler(plain_sampler(config, models, *rest), models, job, seen.generated)
+    def sampler(config: Any, models: Models, *rest: Any, **more: Any) -> Sampler:
+        return WatchedSampler(plain_sampler(config, models, *rest, **more), models, job, seen.generated)
 
     def reference(annotator: ReferenceAnnotator, pairs: PairSet) -> AnnotatedPairSet:
         began = time.perf_counter()

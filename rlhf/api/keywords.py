@@ -286,6 +286,7 @@ class TrainKeywords(TypedDict, total=False):
     schedule: ScheduleKeys
     checkpoint: CheckpointKeys
     logging: LoggingKeys
+    cost: CostKeys
     eval: EvalKeys
     guard: GuardKeys
     plugins: Any

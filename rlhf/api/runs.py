@@ -137,7 +137,7 @@ def train(
     eval_prompts: Rows | None = None,
     eval_preferences: Rows | None = None,
     judge: Reward | None = None,
-    cost: Reward | None = None,
+    costs: Reward | None = None,
     environment: Any = None,
     tokenizer: Any = None,
     advantage: Callable[..., Any] | Section | None = None,
@@ -167,7 +167,7 @@ def train(
         eval_prompts: held-out prompts.
         eval_preferences: held-out pairs.
         judge: scores the completions of held-out prompts, where it should not be the training reward (eval.source).
-        cost: what completions cost, in the forms of `reward` (reward.cost); the preset "ppo_lag", or the setting
+        costs: what completions cost, in the forms of `reward` (reward.cost); the preset "ppo_lag", or the setting
             algorithm={"lagrange": {...}} of another algorithm, holds its mean at a limit.
         environment: a class with reset and step, or a class of tools, that answers the policy over several turns and
             gives the reward; or its target, such as "gym:ID"; or the section `environment` (docs/agents.md).
@@ -189,7 +189,7 @@ def train(
     Raises:
         UserError: a setting, a model, the data or the reward is wrong; the message says what to do.
     """
-    given = [preset, algorithm, reward, judge, cost, advantage, loss]
+    given = [preset, algorithm, reward, judge, costs, advantage, loss]
     algorithm = as_settings(_merged(preset, algorithm))
     draft = Draft.begin(train, algorithm, settings, config=config, folder=folder, resume=resume)
     inputs, sections = draft.inputs, draft.sections
@@ -202,8 +202,8 @@ def train(
     sections["data"] |= inputs.data(None, preferences=preferences, eval_preferences=eval_preferences)
     if reward is not None:
         sections["reward"] = {"source": inputs.reward(reward)}
-    if cost is not None:
-        sections["reward"] = {**sections.get("reward", {}), "cost": {"source": inputs.reward(cost, "cost")}}
+    if costs is not None:
+        sections["reward"] = {**sections.get("reward", {}), "cost": {"source": inputs.reward(costs, "costs")}}
     if judge is not None:
         sections["eval"] = {"source": inputs.reward(judge, "judge")}
     if environment is not None:

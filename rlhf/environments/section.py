@@ -68,7 +68,7 @@ class EnvironmentConfig(Section):
             violation=few_tokens,
             reason="With a budget of one or two short actions most episodes of several turns are cut before they can "
             "succeed: nothing is learned, and nothing fails.",
-            source="huggingface/trl issues 5697 and 6263: a default of 256 tokens",
+            source="TRL, issues 5697 and 6263: a default of 256 tokens",
             fix="sampling.max_new_tokens=32 (8 for a number alone), environment.max_tokens=null",
         ),
         Rule(

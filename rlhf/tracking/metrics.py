@@ -82,9 +82,9 @@ score/std             | score    | their standard deviation
 score/raw             | score    | mean score before shaping
     chart/score: 1
 score/running_mean    | score    | mean of all scores of the run so far (reward.shaping.normalize)
-    chart/score: 11 Running normalization
+    chart/score: 15 Running normalization
 score/running_std     | score    | their standard deviation, by which the step's scores are divided
-    chart/score: 11
+    chart/score: 15
 score/clipped         | share    | completions whose score reward.shaping.clip changed
 score/cut             | share    | completions whose beginning the reward model did not read: longer than its context
 score/disagreement    | score    | mean over completions of the standard deviation over an ensemble's members
@@ -133,7 +133,7 @@ kl/reference          | nats     | KL(policy || reference) per sequence, k1 summ
     label: kl; chart/kl: 1 KL to the reference; progress/online: 2
 kl/teacher            | nats     | KL(policy || teacher) per token; of a teacher that lists tokens a lower bound
     better: lower; held_out: eval/kl_teacher; chart/kl: 6 KL to the teacher, per token; progress/sft: 7;
-    progress/online: 7
+    progress/online: 9
 kl/teacher_sequence   | nats     | KL(policy || teacher) per sequence: the same, summed over tokens
     better: lower; chart/kl: 7 KL to the teacher, per sequence
 eval/kl_teacher       | nats     | kl/teacher on held-out demonstrations (distill_sft)
@@ -168,15 +168,15 @@ policy/backtracks     | count    | times that the step was halved (policy_loss.b
 kl/sampler_mismatch   | nats     | mean |sampler's - old log-prob| of the sampled tokens; 0 if the sampler's are used
     better: lower; chart/updates: 5 Sampler against trainer
 correction/weight     | -        | mean importance weight policy / sampler of the step's tokens (sampling.correction)
-    chart/updates: 14 Importance weights of the correction
+    chart/updates: 16 Importance weights of the correction
 correction/ess        | share    | effective sample size of these weights, as a share of the tokens
-    better: higher; chart/updates: 14
+    better: higher; chart/updates: 16
 correction/capped     | share    | tokens whose importance weight the cap truncated or masked
-    chart/updates: 14
+    chart/updates: 16
 correction/masked     | share    | tokens whose importance weight is 0
-    chart/updates: 14
+    chart/updates: 16
 server/canary         | nats     | largest |server's - trainer's log-prob| of tokens compared after the step's pushes
-    better: lower; chart/updates: 15 Servers against the trainer
+    better: lower; chart/updates: 17 Servers against the trainer
 server/pushed_mb      | MB       | bytes of the weights that were written for servers in the step
 server/asked_again    | count    | requests that another server, or the same one started again, had to answer
 server/alive          | count    | servers that answer at the end of the step's sampling

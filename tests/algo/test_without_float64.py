@@ -50,7 +50,10 @@ def test_the_loss_of_an_online_update(name: str, monkeypatch: pytest.MonkeyPatch
     batch = wide.to("cpu")
     assert batch.advantages.dtype == torch.float32
     narrow = type(outputs(wide))(
-        **{key: value.detach().float().requires_grad_() for key, value in vars(outputs(wide)).items()}
+        **{
+            key: value if value is None else value.detach().float().requires_grad_()
+            for key, value in vars(outputs(wide)).items()
+        }
     )
     with RefuseFloat64():
         terms, _ = objective.loss(batch, narrow, COEFS)

@@ -414,7 +414,7 @@ def test_a_cost_beside_the_reward(model: str, tmp_path: Path) -> None:
         "ppo_lag",
         prompts=PROMPTS,
         reward=lambda completions: [float(len(text)) for text in completions],
-        cost=goodness,
+        costs=goodness,
         algorithm={"lagrange": {"cost_limit": -1.0}},
         folder=tmp_path / "run",
         quiet=True,

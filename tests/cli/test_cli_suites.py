@@ -182,7 +182,10 @@ def test_skipped_rows_are_shown(tmp_path: Path, model: str, capsys: pytest.Captu
     ("arguments", "expected"),
     [
         (["--suite", "gsm8"], "did you mean gsm8k?"),
-        (["--suite", "nothing-like-it"], "is not one of detox, gsm8k, lm-eval:TASK, hh, ifeval, lab, persona, xstest"),
+        (
+            ["--suite", "nothing-like-it"],
+            "is not one of blimp, detox, gsm8k, harmful, lm-eval:TASK, hh, ifeval, lab, persona, toxicity, truthfulqa, xstest",
+        ),
         (["--suite", "gsm8k:x"], "'gsm8k:x' is not one of"),
         (["--suite", "lm-eval"], "needs a task"),
         (["--suite", "persona"], "the suite persona needs data: --data PATH, yes/no items with question"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,9 @@ def test_no_gradient_through_what_the_environment_wrote(tmp_path: Path) -> None:
     micro = experience.to(run.models.device)
     outputs = run.models.outputs(micro)
     leaves = [tensor.detach().requires_grad_() for tensor in (outputs.logprobs, outputs.entropy, outputs.values)]
-    terms, _ = run.objective.loss(micro, type(outputs)(**dict(zip(vars(outputs), leaves, strict=True))), run.coefs)
+    terms, _ = run.objective.loss(
+        micro, replace(outputs, logprobs=leaves[0], entropy=leaves[1], values=leaves[2]), run.coefs
+    )
     sum(terms.values()).backward()  # type: ignore[union-attr]
     for leaf in leaves:
         assert leaf.grad is not None

@@ -30,8 +30,9 @@ REFERENCE = WORLD.sequence_logprobs(PROBLEM.reference)
 LENGTHS = WORLD.mask.sum(1).double().expand(WORLD.prompts, -1)
 START = expectation(REFERENCE, PROBLEM.scores).item()
 
-ONLINE = [name for name, parts in PRESETS.items() if "loss" not in parts["algorithm"]]
-OFFLINE = [name for name, parts in PRESETS.items() if "loss" in parts["algorithm"]]
+TAUGHT = ("distill", "distill_sft")  # they compare with a teacher's distribution, and this world has none
+ONLINE = [name for name, parts in PRESETS.items() if "loss" not in parts["algorithm"] and name not in TAUGHT]
+OFFLINE = [name for name, parts in PRESETS.items() if "loss" in parts["algorithm"] and name not in TAUGHT]
 PROMPTS, GROUP = 32, 16
 # Presets that are to arrive, and the KL coefficient at which: those whose KL is in the loss have another optimum, which
 # comes near the frontier where the coefficient is small (GRPO at 0.02; at 0.2 it ends 4 % below).

@@ -242,8 +242,8 @@ MODELS = [
     Mutant(
         name="lean-adapter-always-on",
         file="rlhf/models/kernels/llama/forward.py",
-        before="    if type(module) is nn.Linear or module.disable_adapters:",
-        after="    if type(module) is nn.Linear:",
+        before="    if is_linear(module) or module.disable_adapters:",
+        after="    if is_linear(module):",
         why="the reference of a LoRA run is the policy: KL is zero for ever",
         tests=("tests/models/test_llama_forward.py",),
     ),

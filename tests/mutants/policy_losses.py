@@ -96,8 +96,8 @@ POLICY_LOSSES = [
     Mutant(
         name="clip-bounds-swapped",
         file="rlhf/algorithms/ppo.py",
-        before="low, high = 1.0 - self.clip_eps_low, 1.0 + self.clip_eps_high",
-        after="low, high = 1.0 - self.clip_eps_high, 1.0 + self.clip_eps_low",
+        before="low, high = 1.0 - min(1.0, scale * self.clip_eps_low), 1.0 + scale * self.clip_eps_high",
+        after="low, high = 1.0 - min(1.0, scale * self.clip_eps_high), 1.0 + scale * self.clip_eps_low",
         why="clip-higher becomes clip-lower; invisible while both are .2",
         tests=("tests/algo/test_policy_loss.py",),
     ),
@@ -120,8 +120,8 @@ POLICY_LOSSES = [
     Mutant(
         name="penalty-coefficient-swapped",
         file="rlhf/algorithms/penalty.py",
-        before="        if kl < self.target / 1.5:\n            return coef / 2.0\n",
-        after="        if kl < self.target / 1.5:\n            return coef * 2.0\n",
+        before="            return coef / self.factor\n",
+        after="            return coef * self.factor\n",
         why="a penalty that is already too strong doubles (PPO's adaptive KL, sec. 4)",
         tests=("tests/algo/test_kl.py",),
     ),
@@ -184,8 +184,8 @@ POLICY_LOSSES = [
     Mutant(
         name="truncated-rows-in-the-denominator",
         file="rlhf/objective.py",
-        before="return batch.completion_mask & batch.finished[:, None]",
-        after="return batch.completion_mask",
+        before="return batch.action_mask & batch.finished[:, None]",
+        after="return batch.action_mask",
         why="the critic learns from completions that were cut off, though they are to be left out",
         tests=("tests/algo/test_objective.py",),
     ),

@@ -24,8 +24,8 @@ UPDATE = [
     Mutant(
         name="ptx-at-the-sampling-temperature",
         file="rlhf/training/losses.py",
-        before="self.models.policy_tokens(micro, temperature=1.0)",
-        after="self.models.policy_tokens(micro)",
+        before="self.models.policy_tokens(micro, temperature=1.0, compare=compare)",
+        after="self.models.policy_tokens(micro, compare=compare)",
         why="the likelihood of demonstrations depends on how completions are drawn",
         tests=("tests/training/test_online.py",),
     ),

@@ -381,6 +381,10 @@ def test_the_metric_with_the_title_leads_its_chart_and_the_table_orders_the_othe
         "Agreement of the training reward and the watching judge",
         "Best checkpoint, step",
         "Gain over the best so far",
+        "Gradings that failed or do not apply",
+        "Seconds of a grading",
+        "Rewards of steps",
+        "Steps of a completion",
         "Running normalization",
     ]
 

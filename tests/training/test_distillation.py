@@ -36,7 +36,7 @@ from rlhf.algorithms.distill import DistillLoss
 from rlhf.cli import main
 from rlhf.config.files import merge
 from rlhf.config.load import train_config
-from rlhf.config.sections import LoraConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.errors import CheckpointError, ConfigError, DataError, RewardError
 from rlhf.guard.lint import lint
 from rlhf.models.backbone import add_lora

@@ -68,9 +68,9 @@ def test_a_run_in_bfloat16_passes_over_its_completions_once(tmp_path: Path, monk
     passes: list[bool] = []
     outputs = Models.outputs
 
-    def counted(models: Models, batch: Completions) -> Any:
+    def counted(models: Models, batch: Completions, **more: Any) -> Any:
         passes.append(torch.is_grad_enabled())
-        return outputs(models, batch)
+        return outputs(models, batch, **more)
 
     monkeypatch.setattr(Models, "outputs", counted)
     lines = trained(tree).session.recorder.folder.read_metrics()[1:]  # after the first evaluation

@@ -93,7 +93,7 @@ def test_a_judge_with_a_position_bias_shows(judge_file: Path, tokenizer: PreTrai
     judge = config.judge.build(tokenizer, never)
     result = pairs.compare(judgment(["a", "b"]), {"start": judgment(["c", "b"])}, config, judge, seed=0)
     got = {figure.name: figure.value for figure in result.figures}
-    assert got == {"over_start": 0.5, "disagree_start": 1.0}
+    assert got == {"over_start": 0.5, "disagree_start": 0.5}
 
 
 def test_scores_decide(judge_file: Path, tokenizer: PreTrainedTokenizerFast) -> None:
