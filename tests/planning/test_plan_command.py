@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from runs import make_model, prompts_file
-from test_memory import GPU, QWEN, planned
+from test_memory_planned import GPU, QWEN, planned
 
 import rlhf
 from rlhf.cli import main
