@@ -184,7 +184,8 @@ def test_skipped_rows_are_shown(tmp_path: Path, model: str, capsys: pytest.Captu
         (["--suite", "gsm8"], "did you mean gsm8k?"),
         (
             ["--suite", "nothing-like-it"],
-            "is not one of blimp, detox, gsm8k, harmful, lm-eval:TASK, hh, ifeval, lab, persona, toxicity, truthfulqa, xstest",
+            "is not one of blimp, detox, gsm8k, harmful, lm-eval:TASK, hh, ifeval, lab, persona, toxicity, "
+            "truthfulqa, xstest",
         ),
         (["--suite", "gsm8k:x"], "'gsm8k:x' is not one of"),
         (["--suite", "lm-eval"], "needs a task"),

@@ -19,8 +19,9 @@ EPISODES = [
     Mutant(
         name="observations-in-gae",
         file="rlhf/algorithms/gae.py",
-        before="        mask = rollout.action_mask\n        if self.whiten_rewards:\n            rewards = whiten(rewards, mask, shift_mean=False)\n        advantages, returns",
-        after="        mask = rollout.completion_mask\n        if self.whiten_rewards:\n            rewards = whiten(rewards, mask, shift_mean=False)\n        advantages, returns",
+        before="            mask,\n            gamma=self.gamma,\n            gae_lambda=self.gae_lambda,\n            turns=",
+        after="            rollout.completion_mask,\n            gamma=self.gamma,\n"
+        "            gae_lambda=self.gae_lambda,\n            turns=",
         why="values of observations are steps of the recursion (verl 7278)",
         tests=EXACT,
     ),
