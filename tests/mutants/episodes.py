@@ -19,7 +19,8 @@ EPISODES = [
     Mutant(
         name="observations-in-gae",
         file="rlhf/algorithms/gae.py",
-        before="            mask,\n            gamma=self.gamma,\n            gae_lambda=self.gae_lambda,\n            turns=",
+        before="            mask,\n            gamma=self.gamma,\n"
+        "            gae_lambda=self.gae_lambda,\n            turns=",
         after="            rollout.completion_mask,\n            gamma=self.gamma,\n"
         "            gae_lambda=self.gae_lambda,\n            turns=",
         why="values of observations are steps of the recursion (verl 7278)",
