@@ -13,7 +13,8 @@ from servers import CPU, listening
 from tiny_models import BOS, PAD, saved, tiny
 from torch import Tensor, nn
 
-from rlhf.config.sections import LoraConfig, SamplingConfig
+from rlhf.config.sections import SamplingConfig
+from rlhf.config.weights import LoraConfig
 from rlhf.errors import SamplingError
 from rlhf.models.backbone import CausalLM, add_lora, load_causal_lm
 from rlhf.models.policy_models import Models

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from rlhf.errors import SamplingError
 from rlhf.sampling.service import PolicyService
 from rlhf.training.online import train
 
+STEPS = ("schedule.steps=60", "checkpoint.every=0")
 GRPO = ("algorithm.preset=grpo", "sampling.completions_per_prompt=4", "eval.every=0")
 
 
@@ -137,28 +137,29 @@ def test_real_processes_killed_five_times(tmp_path: Path) -> None:
     """SIGKILL at any moment, a new process in its place, on the same port."""
     model = make_model(tmp_path / "model")
     with listening(service_of(model)) as url:
-        calm = trained(tree_of(tmp_path / "calm", model, url), *GRPO, "schedule.steps=12")
+        calm = trained(tree_of(tmp_path / "calm", model, url), *GRPO, *STEPS)
     with listening(service_of(model)) as url:
         port = int(url.rsplit(":", 1)[1])
-    processes, stop = [start_server(model, port)], threading.Event()
+    processes, over, kills = [start_server(model, port)], threading.Event(), [0]
 
     def kill() -> None:
         for _ in range(5):
-            time.sleep(1.0)
+            if over.wait(0.4):
+                return
             processes[-1].send_signal(signal.SIGKILL)
             processes[-1].wait()
-            if stop.is_set():
-                return
+            kills[0] += 1
             processes.append(start_server(model, port))
 
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        hard = trained(tree_of(tmp_path / "hard", model, f"http://127.0.0.1:{port}"), *GRPO, "schedule.steps=12")
+        hard = trained(tree_of(tmp_path / "hard", model, f"http://127.0.0.1:{port}"), *GRPO, *STEPS)
     finally:
-        stop.set()
+        over.set()
         killer.join()
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
+    assert kills == [5], "the run ended before the last kill: give it more steps"
     assert same(calm, hard)
