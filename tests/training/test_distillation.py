@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -362,7 +362,7 @@ class UniformTeacher(Teacher):
     """Says that every token is as likely as any other."""
 
     type: Literal["uniform"] = "uniform"
-    vocabulary: int
+    vocabulary: ClassVar[int] = 10
 
     def build(self, context: TeacherContext) -> UniformTeacher:
         """Return itself: it has nothing to load."""
@@ -385,7 +385,7 @@ class UniformTeacher(Teacher):
 
 def test_a_teacher_of_the_users_own_is_a_teacher_everywhere(tmp_path: Path) -> None:
     tree = with_teacher(tmp_path, schedule={"steps": 8}, policy={"lr": 0.1})
-    tree["teacher"] = {"type": "uniform", "vocabulary": 10}
+    tree["teacher"] = {"type": "uniform"}
     trained(tree, "eval.every=0")
     kl, entropy = column(tree, "kl/teacher"), column(tree, "policy/entropy")
     for divergence, nats in zip(kl, entropy, strict=True):
