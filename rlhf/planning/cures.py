@@ -140,8 +140,9 @@ def _one_base(config: RunConfiguration) -> dict[str, Any]:
 
 
 def _live_weights(config: RunConfiguration) -> dict[str, Any]:
-    copies = isinstance(config, OnlineConfig) and config.sampling.backend in ("auto", "fast")
-    return {"sampling.copy_weights": False} if copies and config.sampling.copy_weights else {}
+    if not isinstance(config, OnlineConfig) or config.sampling.backend not in ("auto", "fast"):
+        return {}
+    return {"sampling.copy_weights": False} if config.sampling.copy_weights else {}
 
 
 def _fewer_decoded(config: RunConfiguration) -> dict[str, Any]:

@@ -36,7 +36,9 @@ def adapted(name: str, folder: Path) -> Tree:
         source = {"type": "model", "path": str(folder / "reward" / "model"), "weights": kind, "micro_batch_size": 3}
         tree["reward"] = {"source": source}
         tree["data"]["eval_prompts"] = None
-        return merge(tree, {"policy": role, "critic": {**role, "init": "policy"}, "batch": {"epochs": 1}})
+        unclipped = {"value_loss": {"clip_eps": None}}  # rounding may turn a token over at the kink of the clip
+        critic = {**role, "init": "policy"}
+        return merge(tree, {"policy": role, "critic": critic, "batch": {"epochs": 1}, "algorithm": unclipped})
     return merge(tree, {"model" if trainer == "rm" else "policy": {**role, "export": "both"}})
 
 
