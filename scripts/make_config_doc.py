@@ -66,7 +66,7 @@ TRAIN_PAGES = {
     "training": Page(
         "Settings: sampling, batches, schedule and processes",
         "",
-        ("sampling", "batch", "schedule", "overlap", "sharding"),
+        ("sampling", "batch", "schedule", "overlap", "sharding", "offload"),
     ),
     "run": Page(
         "Settings: run, checkpoints, logging, evaluation and checks",

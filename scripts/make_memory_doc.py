@@ -11,6 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from rlhf.config.files import merge  # noqa: E402
 from rlhf.config.load import reward_model_config, train_config  # noqa: E402
 from rlhf.planning.layout import Lengths, RunConfiguration  # noqa: E402
 from rlhf.planning.plan import Machine, make_plan  # noqa: E402
@@ -34,6 +35,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "LoRA over bfloat16": {"lora": {"r": 16}, "weights": "bfloat16"},
     "QLoRA": {"lora": {"r": 16}, "weights": "nf4"},
 }
+SMALL = "QLoRA on a 16 GB card"
+SMALL_SETTINGS: dict[str, Any] = {"sampling": {"copy_weights": False, "batch_size": 16}, "offload": {"optimizer": True}}
+SMALL_CARD = 16e9
 TOKENS = Lengths(prompt=512, completion=512)
 
 
@@ -65,8 +69,23 @@ def configuration(algorithm: str, model: str, way: dict[str, Any]) -> RunConfigu
 def cell(algorithm: str, model: str, way: dict[str, Any]) -> str:
     """Return the GB that the process needs."""
     plan = make_plan(configuration(algorithm, model, way), Machine(device="cuda"), TOKENS)
-    value = plan.needed / 1e9
+    return _written(plan.needed)
+
+
+def _written(size: float) -> str:
+    value = size / 1e9
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def small_cell(algorithm: str, model: str) -> str:
+    """Return the GB that the process needs with adapters over nf4 and all that saves memory in a rollout."""
+    if algorithm not in ("grpo", "ppo"):
+        return "as above"
+    config = configuration(algorithm, model, WAYS["QLoRA"])
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    tree["batch"]["micro_batch_size"] = 1
+    changed = train_config(merge(tree, SMALL_SETTINGS))
+    return _written(make_plan(changed, Machine(device="cuda", memory=SMALL_CARD), TOKENS).needed)
 
 
 def rows() -> Iterator[str]:
@@ -75,6 +94,8 @@ def rows() -> Iterator[str]:
         for kind, way in WAYS.items():
             cells = (cell(algorithm, model, way) for algorithm in ALGORITHMS)
             yield f"| {name if kind == 'full' else ''} | {kind} | {' | '.join(cells)} |"
+        cells = (small_cell(algorithm, model) for algorithm in ALGORITHMS)
+        yield f"|  | {SMALL} | {' | '.join(cells)} |"
 
 
 def measured() -> Iterator[str]:

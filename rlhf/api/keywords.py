@@ -133,6 +133,7 @@ class SamplingKeys(TypedDict, total=False):
     completions_per_prompt: int
     max_new_tokens: int
     temperature: float
+    copy_weights: bool
     batch_size: int
     old_log_probs: Literal["auto", "sampler", "trainer"]
 
@@ -172,6 +173,14 @@ class OverlapKeys(TypedDict, total=False):
     ahead: bool
     ratio_cap: float
     trace_cap: float | None
+
+
+class OffloadKeys(TypedDict, total=False):
+    """Keys of a section, all optional."""
+
+    frozen_models: bool
+    optimizer: bool
+    sampler: bool
 
 
 class BatchKeys(TypedDict, total=False):
@@ -281,6 +290,7 @@ class TrainKeywords(TypedDict, total=False):
     critic: CriticKeys
     sampling: SamplingKeys
     overlap: OverlapKeys
+    offload: OffloadKeys
     batch: BatchKeys
     sharding: ShardingKeys
     schedule: ScheduleKeys
@@ -312,6 +322,7 @@ class SftKeywords(TypedDict, total=False):
     sampling: SamplingKeys
     algorithm: OfflineKeys
     overlap: OverlapKeys
+    offload: OffloadKeys
     batch: BatchKeys
     sharding: ShardingKeys
     schedule: ScheduleKeys
@@ -422,6 +433,7 @@ class CompareKeywords(TypedDict, total=False):
     sampling: SamplingKeys
     algorithm: Mapping[str, Any]
     overlap: OverlapKeys
+    offload: OffloadKeys
     batch: BatchKeys
     sharding: ShardingKeys
     schedule: ScheduleKeys

@@ -230,6 +230,8 @@ class Overrides(Section):
     """See rlhf train."""
     overlap: dict[str, Any] = {}
     """See rlhf train."""
+    offload: dict[str, Any] = {}
+    """See rlhf train."""
     algorithm: dict[str, Any] = {}
     """See rlhf train; a preset other than the base's replaces the base's whole algorithm."""
     batch: dict[str, Any] = {}

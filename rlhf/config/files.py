@@ -17,6 +17,7 @@ import yaml
 from rlhf.algorithms.presets import PRESETS
 from rlhf.config.presets import (
     drop_keys,
+    drop_other_types,
     drop_overruled,
     get_setting,
     keep_last_alternative,
@@ -224,6 +225,7 @@ def merge_overrides(base: Tree, over: Tree) -> Tree:
     If `over` names a preset other than the base's, the sizes that this preset sets are applied too.
     """
     base, over = merge({}, base), merge({}, over)
+    base = drop_other_types(base, over)
     return merge(merge(drop_overruled(base, over), _sizes_of_new_preset(base, over)), over)
 
 

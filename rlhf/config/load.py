@@ -351,7 +351,7 @@ def _unread_by_offline(config: OfflineConfig) -> list[tuple[str, str]]:
     name, is_sft = config.algorithm.name, config.algorithm.loss.data == "demonstrations"
     others = ("preferences", "eval_preferences") if is_sft else ("sft", "eval_sft")
     offline = "an offline algorithm does not read it"
-    unread = _changed_among(config, "", ("critic", "reward", "overlap"), offline)
+    unread = _changed_among(config, "", ("critic", "reward", "overlap", "offload"), offline)
     unread += _changed_among(config.sampling, "sampling.", ("server", "correction"), offline)
     if not config.uses_reference:
         unread += _changed_among(config, "", ("reference",), f"{name} has no reference")

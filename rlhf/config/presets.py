@@ -74,6 +74,40 @@ def drop_overruled(tree: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return drop_keys(keep_last_alternative(tree, over), excluded)
 
 
+def drop_other_types(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """Remove from the algorithm of `base` each section for whose type, which its preset gives, `over` names another.
+
+    So a section that leaves its type to the preset is replaced as one that names it. Arms of a comparison alike.
+    """
+    kept = drop_keys(base, [f"algorithm.{name}" for name in _sections_of_other_types(base, over)])
+    arms, changed = kept.get("arms"), over.get("arms")
+    if isinstance(arms, Mapping) and isinstance(changed, Mapping):
+        kept["arms"] = {
+            name: drop_other_types(arm, changed[name]) if _are_trees(arm, changed.get(name)) else arm
+            for name, arm in arms.items()
+        }
+    return kept
+
+
+def _sections_of_other_types(base: Mapping[str, Any], over: Mapping[str, Any]) -> list[str]:
+    named, algorithm = get_setting(over, "algorithm"), get_setting(base, "algorithm")
+    if not _are_trees(named, algorithm):
+        return []
+    preset = named.get("preset", algorithm.get("preset"))
+    implied = PRESETS.get(preset, {}).get("algorithm", {}) if isinstance(preset, str) else {}
+    return [
+        name
+        for name, section in named.items()
+        if _are_trees(section, algorithm.get(name), implied.get(name))
+        and "type" not in algorithm[name]
+        and section.get("type", implied[name].get("type")) != implied[name].get("type")
+    ]
+
+
+def _are_trees(*values: Any) -> bool:
+    return all(isinstance(value, Mapping) for value in values)
+
+
 def get_setting(tree: Mapping[str, Any], key: str) -> Any:
     """Return the value at a dotted key, or None if there is none."""
     value: Any = tree

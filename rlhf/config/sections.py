@@ -25,6 +25,7 @@ from rlhf.config.data import (
     SftConfig,
     Size,
 )
+from rlhf.config.offload import OffloadConfig
 from rlhf.config.reward import (
     CalibrationConfig,
     ChatPairsConfig,
@@ -251,6 +252,10 @@ class SamplingConfig(Section):
     temperature: Positive = 1.0
     """Divides the logits in sampling and in all log-probabilities of sampled completions. Losses on data sets (SFT, the
     DPO family, the ptx term) always use temperature 1."""
+    copy_weights: bool = True
+    """Decode from a copy of the weights in the dtype of the arithmetic (backend auto and fast). false: from the weights
+    as they are kept; those in fewer bits are widened a layer at a time. It needs no memory for the copy and is slower.
+    Completions are equal up to rounding."""
     batch_size: Count = 256
     """Rows decoded together per process; affects memory only."""
     old_log_probs: OldLogProbs = "auto"
@@ -407,6 +412,8 @@ class TrainSections(Section):
     """Advantage, policy loss, value loss and KL of an online algorithm, or an offline loss."""
     overlap: OverlapConfig = OverlapConfig()
     """Concurrent sampling, scoring and training (online)."""
+    offload: OffloadConfig = OffloadConfig()
+    """What is in the machine's memory while a part of a step does not read it (online)."""
     batch: BatchConfig = BatchConfig()
     """Batch sizes."""
     sharding: ShardingConfig = ShardingConfig()
@@ -565,6 +572,7 @@ class OnlineConfig(TrainSections):
             )
         self.reference.check_measured(self.algorithm)
         self.overlap.check_ahead(self.algorithm, old_log_probs)
+        self.offload.check_run(self.sharding, ahead=self.overlap.ahead, reward_parts=self.overlap.reward_parts)
         self.sampling.check_server(splits_weights=self.sharding.stage == 3)
         if self.sampling.correction is not None and self.overlap.trace_cap is not None:
             raise ValueError(

@@ -27,6 +27,7 @@ from rlhf.factory.evaluator import build_evaluator
 from rlhf.factory.exported import rounded_inputs
 from rlhf.factory.functions import check_functions
 from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
+from rlhf.factory.offload import build_offload
 from rlhf.factory.rewards import build_process, build_source, build_watch, identify_process, identify_source
 from rlhf.factory.sampler import build_sampler, build_servers, slow_lengths_reason
 from rlhf.models.backbone import CausalLM, context_length, freeze
@@ -39,11 +40,12 @@ from rlhf.rewards.shaping import ShapedReward
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import Engine, LocalModel, TrainableModel
+from rlhf.runtime.offload import Offload
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.episodes import EpisodeSampler
 from rlhf.sampling.generate import HFSampler, repeat_rows
 from rlhf.sampling.pool import ServerPool
-from rlhf.sampling.sampler import Sampler
+from rlhf.sampling.sampler import OffloadingSampler, Sampler
 from rlhf.tracking.fingerprint import content_digest
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.training.checkpoints import OnlineSaver, load_trainer_state, restore_trainer_state
@@ -146,6 +148,8 @@ class _Models:
 
     models: Models
     sampler: Sampler
+    episodes: EpisodeSampler | None  # the sampler, where an environment answers the policy
+    offload: Offload
     source: RewardSource
     cost: RewardSource | None  # of reward.cost
     trained: dict[str, TrainableModel]
@@ -181,8 +185,8 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
         targets=None if goal is None else {"kl/reference": goal},
     )
     evaluator.connect(session.recorder)
-    if isinstance(built.sampler, EpisodeSampler):
-        built.sampler.note = session.recorder.note
+    if built.episodes is not None:
+        built.episodes.note = session.recorder.note
     if built.servers is not None:
         built.servers.warn = session.recorder.note
         if ahead is None:  # whose thread has no clock of its own
@@ -239,7 +243,19 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
         context.state.multiplier = 0.0 if config.algorithm.lagrange is None else config.algorithm.lagrange.start
         context.state.score_moments = {}
         context.state.best = None
-    return _Models(models, sampler, source, cost, trained, ema, saved, servers)
+    offload = build_offload(config.offload, context, trained, acting)
+    return _Models(
+        models=models,
+        sampler=OffloadingSampler(sampler, offload) if offload.is_on else sampler,
+        episodes=sampler if isinstance(sampler, EpisodeSampler) else None,
+        offload=offload,
+        source=source,
+        cost=cost,
+        trained=trained,
+        ema=ema,
+        saved=saved,
+        servers=servers,
+    )
 
 
 def _build_cost(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> RewardSource | None:
@@ -295,7 +311,8 @@ def _assemble(
         refill=feed.refill,
         ptx=feed.ptx,
         sampler=built.sampler,
-        episodes=built.sampler if isinstance(built.sampler, EpisodeSampler) else None,
+        episodes=built.episodes,
+        offload=built.offload,
         ahead=feed.ahead,
         reward=_make_reward(config, context, built),
         models=built.models,

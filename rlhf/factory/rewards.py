@@ -17,10 +17,10 @@ from rlhf.factory.context import RunContext
 from rlhf.models.folders import member_folders, model_folder
 from rlhf.models.policy_models import keep_in_bfloat16
 from rlhf.models.scalar_head import EnsembleHeadModel
-from rlhf.models.step_model import load_step_model
+from rlhf.models.step_model import StepModel, load_step_model
 from rlhf.rewards.ensemble import EnsembleReward
 from rlhf.rewards.model import ModelSource
-from rlhf.rewards.process import ProcessGrader, ProcessReward
+from rlhf.rewards.process import ModelProcess, ProcessGrader, ProcessReward
 from rlhf.rewards.source import RewardSource, ShardedReward, Source, SourceContext, sources_in
 from rlhf.runtime.device import fallback_note, usable_dtype
 from rlhf.runtime.engine import Engine
@@ -85,7 +85,13 @@ def build_process(
     if config is None:
         return None
     config.check()
-    grade = config.build(lambda section: load_step_model(section, device=engine.device))
+
+    def load(section: ModelProcess) -> StepModel:
+        loaded = load_step_model(section, device=engine.device)
+        engine.frozen.append(loaded.model)
+        return loaded
+
+    grade = config.build(load)
     return ProcessGrader(config, grade, tokenizer)
 
 

@@ -25,6 +25,7 @@ from rlhf.errors import ModelError
 from rlhf.models.backbone import check_vocabulary, freeze, move_to
 from rlhf.models.bases import bases_of
 from rlhf.models.export import classifier_padding
+from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.lora import peft_settings, quiet_peft, train_saved_modules
 from rlhf.models.scalar_head import (
     ADAPTER_KEEPS,
@@ -92,7 +93,11 @@ def load_adapted(
     if engine.splits_weights:
         if stays:
             raise ModelError(f"{path!r} is an adapter, which ZeRO-3 does not keep apart: set lora.start=merge")
+        random_state = torch.get_rng_state()
         model = _whole(path, tokenizer, new_head, seed, weights, engine=engine, **settings)
+        torch.set_rng_state(random_state)
+        if new_head is not None and not _is_classifier(path):  # so that the adapters start as on a shared base
+            _new_head(text_config(model.classifier).hidden_size, 1)
         base_path = path
     elif stays:
         folder = Path(location.name)
@@ -166,11 +171,16 @@ def _on_base(
     if folder is not None:
         _take_settings(classifier, folder)
     size = ensemble_size(classifier.config)
-    head = nn.Linear(text_config(causal).hidden_size, size, bias=False)
+    head = _new_head(text_config(causal).hidden_size, size)
     classifier.score = head.to(device=engine.device, dtype=_norm_dtype(settings["dtype"]))
     classifier.config.num_labels = size
     classifier.config.pad_token_id = classifier_padding(classifier, tokenizer).number
     return (EnsembleHeadModel if size > 1 else ScalarHeadModel)(classifier)
+
+
+def _new_head(width: int, size: int) -> nn.Linear:
+    """Make a head, whose random numbers are the only ones that are drawn before those of the adapters."""
+    return nn.Linear(width, size, bias=False)
 
 
 def _norm_dtype(dtype: str) -> torch.dtype:
@@ -191,7 +201,7 @@ def _classifier_on(causal: PreTrainedModel, path: str) -> PreTrainedModel:
 
 
 def add_adapters(model: ScalarHeadModel, settings: Any, base: str) -> None:
-    """Put adapters into the backbone, freeze what is below them, and let them and the head be trained."""
+    """Put adapters in float32 into the backbone, freeze what is below them, and let them and the head be trained."""
     from peft import inject_adapter_in_model
 
     settings.inference_mode = False
@@ -200,6 +210,8 @@ def add_adapters(model: ScalarHeadModel, settings: Any, base: str) -> None:
         inject_adapter_in_model(settings, body)
     for name, parameter in body.named_parameters():
         parameter.requires_grad_("lora_" in name or "modules_to_save" in name)
+        if "lora_" in name and parameter.dtype in HALF_DTYPES:  # peft makes them as the base is kept
+            parameter.data = parameter.data.float()
     train_saved_modules(body)
     model.head.requires_grad_(True)
     settings.base_model_name_or_path = base

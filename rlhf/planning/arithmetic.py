@@ -16,8 +16,9 @@ Bytes = int | float
 """A size in bytes, or a number of operations."""
 
 FLOAT = 4  # bytes
-SIZES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "nf4": 0.5 + 4 / 64}
-"""Bytes of a weight; nf4 has a float32 scale for each block of 64."""
+SIZES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
+SIZES["nf4"] = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight; nf4 has an 8-bit scale for each block of 64, and a float32 scale for 256 of these."""
 MOMENTS = {"adamw": 2 * 4.0, "adamw_8bit": 2 * (1 + 4 / 256), "sgd": 0.0}
 """Bytes of the optimizer's moments per trained float32 parameter; in 8 bits a block of 256 has a float32 scale."""
 CHUNK_TOKENS = {"cpu": 256, "cuda": 4096}

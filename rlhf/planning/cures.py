@@ -16,6 +16,8 @@ Change = Callable[[RunConfiguration], dict[str, Any]]
 """Returns the settings that a cure sets, by their full key; none where it does not apply."""
 
 RANK = 16
+DECODED = 16  # rows decoded together
+SCORED = 4  # rows scored together
 
 
 @dataclass(frozen=True)
@@ -137,9 +139,33 @@ def _one_base(config: RunConfiguration) -> dict[str, Any]:
     return {"critic.init": "policy"}
 
 
-def _plain_sampling(config: RunConfiguration) -> dict[str, Any]:
-    is_ours = isinstance(config, OnlineConfig) and config.sampling.backend != "hf"
-    return {"sampling.backend": "hf"} if is_ours else {}
+def _live_weights(config: RunConfiguration) -> dict[str, Any]:
+    if not isinstance(config, OnlineConfig) or config.sampling.backend not in ("auto", "fast"):
+        return {}
+    return {"sampling.copy_weights": False} if config.sampling.copy_weights else {}
+
+
+def _fewer_decoded(config: RunConfiguration) -> dict[str, Any]:
+    is_larger = isinstance(config, OnlineConfig) and config.sampling.batch_size > DECODED
+    return {"sampling.batch_size": DECODED} if is_larger else {}
+
+
+def _fewer_scored(config: RunConfiguration) -> dict[str, Any]:
+    source = config.reward.source if isinstance(config, OnlineConfig) else None
+    if source is None or not _takes(source, "micro_batch_size"):
+        return {}
+    return {"reward.source.micro_batch_size": SCORED} if getattr(source, "micro_batch_size") > SCORED else {}  # noqa: B009
+
+
+def _offload(name: str) -> Change:
+    def change(config: RunConfiguration) -> dict[str, Any]:
+        if not isinstance(config, OnlineConfig) or getattr(config.offload, name) or config.sharding.uses_deepspeed:
+            return {}
+        is_free = name == "frozen_models" or not config.overlap.ahead
+        is_alone = name != "frozen_models" or config.overlap.reward_parts == 1
+        return {f"offload.{name}": True} if is_free and is_alone else {}
+
+    return change
 
 
 def _zero(mode: str) -> Change:
@@ -158,11 +184,16 @@ def _zero(mode: str) -> Change:
 CURES = (
     Cure("recompute activations", "about a third more time in the update", _checkpointing),
     Cure("smaller micro-batches", "slower passes; the result does not change", _micro_batch),
+    Cure("fewer rows decoded together", "slower sampling; the result does not change", _fewer_decoded),
+    Cure("fewer rows scored together", "slower scoring; the result does not change", _fewer_scored),
+    Cure("frozen models off the GPU between their uses", "copies twice a step", _offload("frozen_models")),
+    Cure("sampler off the GPU between rollouts", "it is made again at every rollout", _offload("sampler")),
+    Cure("moments off the GPU between updates", "copies twice a step", _offload("optimizer")),
     Cure("moments in 8 bits", "none to speak of; needs bitsandbytes", _small_moments),
     Cure("adapters (LoRA)", "trains fewer directions; another learning rate", _adapters),
     Cure("frozen weights in 16 bits", "a rounding of frozen weights", _frozen_in("bfloat16")),
     Cure("frozen weights in 4 bits", "a coarser rounding, and time to widen them", _frozen_in("nf4")),
-    Cure("no copy of the weights for sampling", "slower sampling, by transformers' generate", _plain_sampling),
+    Cure("no copy of the weights for sampling", "slower sampling, through the model's own modules", _live_weights),
     Cure("adapters of all roles on one base", "the critic starts from the policy", _one_base),
 )
 """The cures on one process, in the order of what they cost."""

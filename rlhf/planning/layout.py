@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.data import DatasetConfig, SftConfig
+from rlhf.config.offload import OffloadConfig
 from rlhf.config.run import ShardingConfig
 from rlhf.config.sections import (
     BatchConfig,
@@ -19,7 +20,7 @@ from rlhf.config.sections import (
 )
 from rlhf.errors import ModelError
 from rlhf.planning.arithmetic import SIZES, Arithmetic, Bytes, Rows
-from rlhf.planning.shapes import Shape, read_shape
+from rlhf.planning.shapes import Shape, base_model, read_shape
 from rlhf.rewards.source import sources_in
 
 RunConfiguration = OnlineConfig | OfflineConfig | RewardModelConfig
@@ -94,6 +95,10 @@ class Layout:
     """The rows decoded together."""
     copies_policy: bool = False
     """Whether the sampler has a copy of the policy's weights."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """What leaves the GPU between its uses; nothing on a CPU."""
+    halves_annotate: bool = False
+    """Whether a pass of annotate that runs out of memory is halved."""
     ahead: bool = False
     steps: int | None = None
     notes: tuple[str, ...] = ()
@@ -195,7 +200,7 @@ class _Planner:
             name=name,
             shape=shape,
             how=self.arithmetic(shape, dtype=dtype, entropy=entropy),
-            base=f"{path} {kept}",
+            base=f"{base_model(path)} {kept}",
             weights=weights,
             loaded=weights if self.device == "cuda" and kept != "auto" else max(weights, numbers * wide),
             kept=kept,
@@ -218,7 +223,7 @@ class _Planner:
             name=name,
             shape=shape,
             how=self.arithmetic(shape, dtype=dtype),
-            base=f"{path} {kept}",
+            base=f"{base_model(path)} {kept}",
             weights=weights,
             loaded=weights if self.device == "cuda" and kept != "auto" else numbers * wide,
             kept=kept,
@@ -284,9 +289,11 @@ class _Planner:
             )
             scored = min(int(getattr(source, "micro_batch_size", SCORED_ROWS)), -(-step.rows // self.processes))
             score = replace(step.of(scored), read=1)
+        samples_here = sampling.backend in ("auto", "fast")
         share_of_step = step.of(max(1, -(-step.rows // self.processes)))
         annotate = share_of_step
-        if self.device == "cpu" or self.processes > 1 or config.sharding.uses_deepspeed:
+        halves = self.device != "cpu" and self.processes == 1 and not config.sharding.uses_deepspeed
+        if not halves:
             annotate = share_of_step.of(min(share_of_step.rows, NO_GRAD_PASSES * update.rows))
         return self.layout(
             roles,
@@ -298,7 +305,9 @@ class _Planner:
             annotate=annotate,
             score=score,
             rollout=share_of_step.of(min(sampling.batch_size, share_of_step.rows)),
-            copies_policy=sampling.backend != "hf" and roles[0].shape.is_written_out,
+            copies_policy=samples_here and sampling.copy_weights and roles[0].shape.is_written_out,
+            offload=config.offload if self.device == "cuda" else OffloadConfig(),
+            halves_annotate=halves,
             ahead=config.overlap.ahead,
             steps=config.schedule.steps,
         )

@@ -102,7 +102,7 @@ def memory_of(layout: Layout) -> Memory:
 def least_memory(layout: Layout) -> Bytes:
     """Return the bytes without which a run cannot take a step: weights, gradients and moments, and nothing else."""
     planner = _Memory(layout)
-    parts = planner.resting()
+    parts = planner.resting("update")
     for role in layout.trained:
         parts[role.name, "gradients"] = planner.gradients(role)
     return max(sum(parts.values()), sum(planner.load().values()))
@@ -135,12 +135,14 @@ class _Memory:
         size = self.part(role.trained * MOMENTS[role.optimizer] * scale, 1)
         return 0.0 if self.layout.sharding.offloads else size
 
-    def resting(self) -> Parts:
-        """Return what stays between the phases: weights, moments, averages, and on a GPU what the sampler keeps."""
+    def resting(self, phase: str) -> Parts:
+        """Return what stays in a phase: weights, moments, averages, and on a GPU what the sampler keeps."""
         parts: Parts = {}
+        offload = self.layout.offload
         for role in self.layout.roles:
-            parts |= self.weights(role)
-            if role.trained:
+            if role.trained or not offload.frozen_models or phase not in ("rollout", "update"):
+                parts |= self.weights(role)
+            if role.trained and (phase == "update" or not offload.optimizer):
                 parts[role.name, "moments"] = self.moments(role)
             if self.stage in (1, 2) and role.trained and not self.layout.sharding.offloads:
                 parts[role.name, "master copies"] = self.part(role.trained * SIZES["float32"], 1)
@@ -148,9 +150,15 @@ class _Memory:
                 parts[role.name, "moving average"] = self.part(role.trained * role.size, 3)
         if self.layout.ahead:
             parts[self.layout.roles[0].name, "sampler's copy"] = self.layout.roles[0].weights
-        if self.layout.device == "cuda":
+        if self.keeps_sampler or phase == "rollout":
             parts = _added(parts, self.sampler())
         return parts
+
+    @property
+    def keeps_sampler(self) -> bool:
+        """Return whether the sampler keeps its copy and its cache, as its recorded steps on a GPU do."""
+        is_recorded = self.layout.device == "cuda" and self.layout.copies_policy
+        return is_recorded and not self.layout.offload.sampler
 
     def sampler(self) -> Parts:
         """Return the sampler's copy of the weights and its cache."""
@@ -162,7 +170,7 @@ class _Memory:
             parts[role.name, "sampler's copy"] = (role.shape.linear + role.shape.embedding) * role.how.low
         elif self.stage == 3:
             parts[role.name, "sampler's copy"] = role.shape.parameters * role.how.low
-        lanes = rows.rows if self.layout.device == "cuda" else rows.prompts
+        lanes = rows.rows if self.layout.device == "cuda" and self.layout.copies_policy else rows.prompts
         tokens = rows.rows * max(rows.completion - 1, 1) + lanes * rows.prompt
         parts[role.name, "KV cache"] = key_value_cache(role.shape, tokens, role.how.low)
         return parts
@@ -182,9 +190,7 @@ class _Memory:
         rows, role = self.layout.rollout, self.layout.roles[0]
         if rows is None:
             return {}
-        parts = self.resting()
-        if self.layout.device != "cuda":
-            parts = _added(parts, self.sampler())
+        parts = self.resting("rollout")
         prompts = Rows(rows=rows.prompts, prompts=rows.prompts, prompt=rows.prompt, completion=0, read=1)
         prefill = forward_working(role.shape, prompts, replace(role.how, written_out=False))
         prefill += key_value_cache(role.shape, prompts.tokens, role.how.low)
@@ -199,7 +205,7 @@ class _Memory:
         for role in self.layout.roles:
             rows = self.layout.score if role.name == "reward model" else self.layout.annotate
             if rows is not None and (role.name != "reward model" or not role.trained):
-                parts = self.resting()
+                parts = self.resting("annotate")
                 parts[role.name, "activations"] = forward_working(role.shape, rows, role.how)
                 parts[role.name, "16-bit copies"] = self.casts(role)
                 if role.has_head:
@@ -228,7 +234,7 @@ class _Memory:
         """Return the moment of an update that needs most: the backward pass of the policy or of the critic."""
         rows = self.layout.update
         most: Parts = {}
-        so_far = self.resting()
+        so_far = self.resting("update")
         for role in self.layout.trained:
             so_far[role.name, "16-bit copies"] = self.casts(role)
             before = dict(so_far)
@@ -258,7 +264,7 @@ class _Memory:
     def export(self) -> Parts:
         """Return what writing the trained model needs: a copy in the dtype of its files; merged first if adapted."""
         role = self.layout.roles[0]
-        parts = self.resting()
+        parts = self.resting("export")
         merged = role.shape.parameters * SIZES["float32"] if role.adapters else 0.0
         stored = SIZES.get(role.shape.stored, SIZES["float32"])
         copy = role.shape.parameters * stored if stored < role.how.wide else 0.0

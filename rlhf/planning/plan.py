@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.config.run import ShardingConfig
@@ -39,6 +39,8 @@ class CurePlan:
     settings: str
     saving: Bytes
     peak: Bytes
+    config: RunConfiguration
+    """The run with the cure and those before it."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the cure as plain data; sizes are bytes."""
@@ -98,21 +100,26 @@ class Plan:
 
     def cures(self) -> Iterator[CurePlan]:
         """Yield the cures that apply, in the order of what they cost: each with its own saving, and all so far."""
-        config, peak = self.config, self.peak
-        for cure in CURES:
-            changed = cure.applied(config)
-            after = make_plan(changed, self.machine, self.lengths).peak
-            if after < peak:
-                yield CurePlan(cure, written(cure.settings(config)), peak - after, after)
-                config, peak = changed, after
+        config, peak, left = self.config, self.peak, list(CURES)
+        saves = True
+        while saves:  # a cure that saves nothing at the peak may save once others have moved it
+            saves = False
+            for cure in list(left):
+                changed = cure.applied(config)
+                after = make_plan(changed, self.machine, self.lengths).peak
+                if after < peak:
+                    yield CurePlan(cure, written(cure.settings(config)), peak - after, after, changed)
+                    config, peak, saves = changed, after, True
+                    left.remove(cure)
 
     def sharded(self) -> Iterator[CurePlan]:
         """Yield the ways of DeepSpeed to split the run as it is over the GPUs, or to move parts of it to the CPU."""
         for cure in SHARDED if self.machine.device == "cuda" else ():
             if settings := cure.settings(self.config):
-                after = make_plan(cure.applied(self.config), self.machine, self.lengths).peak
+                changed = cure.applied(self.config)
+                after = make_plan(changed, self.machine, self.lengths).peak
                 if after < self.peak:
-                    yield CurePlan(cure, written(settings), self.peak - after, after)
+                    yield CurePlan(cure, written(settings), self.peak - after, after, changed)
 
     def shares(self) -> dict[str, Bytes]:
         """Return the bytes of a process at its peak under each ZeRO stage."""
@@ -185,9 +192,27 @@ def make_plan(
     """
     lengths = lengths or Lengths()
     layout = make_layout(config, device=machine.device, processes=machine.processes, lengths=lengths, may_make=may_make)
-    return Plan(
-        config=config, machine=machine, lengths=lengths, layout=layout, memory=memory_of(layout), rates=rates or {}
-    )
+    layout, memory = _with_halved_passes(layout, machine)
+    return Plan(config=config, machine=machine, lengths=lengths, layout=layout, memory=memory, rates=rates or {})
+
+
+def _with_halved_passes(layout: Layout, machine: Machine) -> tuple[Layout, Memory]:
+    """Halve the passes of annotate until they fit, as a run on one GPU does where it runs out of memory."""
+    memory = memory_of(layout)
+    while (
+        layout.halves_annotate
+        and layout.annotate is not None
+        and layout.annotate.rows > 1
+        and machine.memory is not None
+        and memory.of("annotate") + LIBRARIES[machine.device] > machine.memory
+    ):
+        halved = -(-layout.annotate.rows // 2)
+        layout = replace(layout, annotate=layout.annotate.of(halved))
+        memory = memory_of(layout)
+    if layout.annotate is None or layout.annotate.rows == layout.step.rows or not layout.halves_annotate:
+        return layout, memory
+    note = f"the run halves its passes without gradient until they fit: {layout.annotate.rows} rows"
+    return replace(layout, notes=(*layout.notes, note)), memory
 
 
 def gigabytes(size: Bytes) -> str:

@@ -170,6 +170,14 @@ def read_shape(path: str, *, may_make: bool = False) -> Shape | None:
     return None if shape is None else _as_counted(shape, folder)
 
 
+def base_model(path: str) -> str:
+    """Return the model below an adapter's folder, or the path itself: what is the same for models on one base."""
+    folder = _folder(path)
+    base = None if folder is None else _read_json(folder / ADAPTER).get("base_model_name_or_path")
+    name = path if base is None else str(base)
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
 def _folder(path: str) -> Path | None:
     """Return the folder of a model or of a run's model; None if the path is no folder here."""
     name, at, best = path.rpartition("@")

@@ -37,11 +37,8 @@ def _verdict(plan: Plan) -> list[str]:
     verdict = "it does not fit" if not plan.fits else "it fits, but only just" if plan.is_tight else "it fits"
     lines.append(f"memory: {gigabytes(memory)} GB; {verdict}")
     largest = plan.largest_micro_batch()
-    lines.append(
-        "not even one row a micro-batch fits"
-        if largest is None
-        else f"largest batch.micro_batch_size that fits: {largest}"
-    )
+    if largest is not None:
+        lines.append(f"largest batch.micro_batch_size that fits: {largest}")
     return lines if plan.fits and not plan.is_tight else [*lines, *cure_lines(plan)]
 
 
@@ -122,15 +119,13 @@ def _cell(size: Bytes) -> str:
 
 def cure_lines(plan: Plan) -> list[str]:
     """Return a line for each cure, in the order of what it costs, up to the first with which the run fits."""
-    lines, is_enough = [], False
+    lines: list[str] = []
+    changes: list[str] = []
     for cure in plan.cures():
         lines.append(_cure_line(plan, cure))
-        is_enough = _fits(plan, cure)
-        if is_enough:
-            break
-    changes = ["What to change, the cheapest first; each line adds to those above it:", *lines] if lines else []
-    if is_enough:
-        return [*changes, "  with these the run fits"]
+        changes = ["What to change, the cheapest first; each line adds to those above it:", *lines]
+        if _fits(plan, cure):
+            return [*changes, _end(plan, cure)]
     sharded = [_cure_line(plan, cure) for cure in plan.sharded()]
     if sharded:
         changes += ["Or, without the lines above, DeepSpeed:", *sharded]
@@ -147,6 +142,12 @@ NOTHING_ELSE = "Take a smaller model, shorter rows, or more GPUs."
 def _fits(plan: Plan, cure: CurePlan) -> bool:
     memory = plan.machine.memory
     return memory is not None and cure.peak + LIBRARIES[plan.machine.device] <= memory
+
+
+def _end(plan: Plan, cure: CurePlan) -> str:
+    """Return what the cures up to this one, with which the run fits, leave room for."""
+    largest = make_plan(cure.config, plan.machine, plan.lengths).largest_micro_batch()
+    return f"  with these the run fits, and batch.micro_batch_size up to {largest}"
 
 
 def _cure_line(plan: Plan, cure: CurePlan) -> str:

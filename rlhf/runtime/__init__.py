@@ -2,6 +2,7 @@
 
 - `engine`: the device, and trained models, however they are sharded. `optimizers`: their optimizers by name.
 - `distributed`: torch.distributed. `deepspeed`: ZeRO. `device`: where devices differ.
+- `offload`: what leaves the device between its uses.
 - `memory`: peak memory, allocators, and micro-batches that shrink when memory runs out.
 - `seeding`: counter-based randomness, from the seed and the step alone.
 

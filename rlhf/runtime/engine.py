@@ -24,7 +24,7 @@ from rlhf.planning.machine import host_memory
 from rlhf.runtime.device import choose_device
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed, in_buckets, init_distributed, world_size_from_env
 from rlhf.runtime.memory import keep_memory, make_memory_profiler
-from rlhf.runtime.optimizers import load_optimizer_state, make_optimizer, optimizer_state
+from rlhf.runtime.optimizers import load_optimizer_state, make_optimizer, moments_of, optimizer_state
 from rlhf.runtime.stochastic_rounding import StochasticRounding
 
 M = TypeVar("M", bound=nn.Module)
@@ -61,6 +61,14 @@ class SteppingModel(TrainableModel, Protocol):
 
     def step(self, *, norm: float, lr_factor: float) -> float:
         """Clip the gradient given its norm, step, drop the gradient; return the learning rate used."""
+
+
+@runtime_checkable
+class HoldsMoments(Protocol):
+    """A trained model whose optimizer state is whole in this process."""
+
+    def moments(self) -> list[Tensor]:
+        """Return the optimizer's moments, as far as steps have made them."""
 
 
 class LocalModel:
@@ -117,6 +125,11 @@ class LocalModel:
         """Discard the accumulated gradient."""
         self.optimizer.zero_grad(set_to_none=True)
 
+    def moments(self) -> list[Tensor]:
+        """Return the optimizer's moments, as far as steps have made them."""
+        optimizer = self.optimizer.inner if isinstance(self.optimizer, StochasticRounding) else self.optimizer
+        return moments_of(optimizer, self.config.optimizer)
+
     def state(self) -> dict[str, Any]:
         """Return the optimizer state by parameter name."""
         if isinstance(self.optimizer, StochasticRounding):
@@ -153,6 +166,7 @@ class Engine:
         self.sharding = sharding or ShardingConfig()
         self.written: dict[str, dict[str, Any]] = {}  # DeepSpeed's JSON of each model
         self.notes: list[str] = []  # for the user, logged when the run begins
+        self.frozen: list[nn.Module] = []  # the models that are only read
         self.memory = make_memory_profiler(device)
         self._zero = importlib.import_module("rlhf.runtime.deepspeed") if self.sharding.uses_deepspeed else None
 
@@ -178,6 +192,7 @@ class Engine:
 
     def freeze(self, name: str, module: M) -> M:
         """Move a module that is only read to the device, or shard it over the ranks under ZeRO-3."""
+        self.frozen.append(module)
         if self._zero is None or not self.splits_weights:
             return module.to(self.device)
         settings = deepspeed_json(self.sharding, processes=self.ranks.world, max_grad_norm=None)

@@ -73,6 +73,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Par
     return {"step": max(steps, default=0), "moments": moments if states else {}}
 
 
+def moments_of(optimizer: torch.optim.Optimizer, kind: str) -> list[Tensor]:
+    """Return the moments in the state of an optimizer of this kind (a key of `STATE`)."""
+    return [state[key] for state in optimizer.state.values() for key in STATE[kind] if key in state]
+
+
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], state: State, kind: str
 ) -> None:

@@ -13,6 +13,7 @@ from rlhf.models.adapters import base_model, is_adapted
 from rlhf.models.backbone import CausalLM
 from rlhf.models.text_config import text_config
 from rlhf.runtime.engine import Engine
+from rlhf.runtime.offload import Offload
 from rlhf.sampling.fast.engine import FastSampler
 from rlhf.sampling.generate import HFSampler, rotation_switch
 from rlhf.types import Completions, Prompts
@@ -28,6 +29,19 @@ class Sampler(Protocol):
         A completion depends on `key` (runtime.seeding.derive_seed), its row id and the weights, and on nothing else:
         neither on its batch nor on its rank. `greedy` takes the most likely token instead of sampling.
         """
+
+
+class OffloadingSampler:
+    """A sampler during whose rollouts the models that it does not read are off the device."""
+
+    def __init__(self, sampler: Sampler, offload: Offload) -> None:
+        """Set the sampler and what leaves the device."""
+        self.sampler, self.offload = sampler, offload
+
+    def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
+        """Sample completions; see Sampler.sample."""
+        with self.offload.rollout():
+            return self.sampler.sample(prompts, key=key, group_size=group_size, greedy=greedy)
 
 
 LAYERS = {"full_attention", "sliding_attention"}  # layer types whose keys and values the fast sampler can cache
@@ -61,7 +75,15 @@ def make_sampler(
     if config.backend == "hf" or reason is not None:
         return HFSampler(model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=engine)
     return FastSampler(
-        model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=engine, warn=warn
+        model,
+        config,
+        eos_ids=eos_ids,
+        pad_id=pad_id,
+        dtype=dtype,
+        device=device,
+        engine=engine,
+        lean=config.copy_weights,
+        warn=warn,
     )
 
 

@@ -47,7 +47,7 @@ def _train(run: OnlineRun) -> None:
         metrics.merge(correction_metrics(experience, run.correction))
         metrics.merge(collected.metrics)
         # 5. Update the policy and the critic: epochs x minibatches of optimizer steps.
-        with run.session.recorder.phase("update"):
+        with run.session.recorder.phase("update"), run.offload.update():
             metrics.merge(update(experience, run, step))
         finish_step(run, step, rollout, collected, metrics)
 

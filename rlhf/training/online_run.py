@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from rlhf.rewards.process import ProcessGrader
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.engine import TrainableModel, lr_factor
 from rlhf.runtime.memory import AdaptiveMicroBatch
+from rlhf.runtime.offload import Offload
 from rlhf.runtime.seeding import generator
 from rlhf.sampling.episodes import EpisodeSampler
 from rlhf.sampling.pool import ServerPool
@@ -61,6 +62,7 @@ class OnlineRun:
     episodes: EpisodeSampler | None = None  # the sampler, where an environment answers the policy
     process: ProcessGrader | None = None  # rewards of steps, besides the scores (reward.process)
     servers: ServerPool | None = None  # those that sample (sampling.backend=server)
+    offload: Offload = field(default_factory=Offload)  # what leaves the device between its uses
     watch: WatchingJudge | None = None  # looks at the scored completions; nothing is trained on its scores
 
     @property

@@ -52,6 +52,10 @@ class SearchedModel:
         """Discard the accumulated gradient."""
         self.local.zero_grad()
 
+    def moments(self) -> list[Tensor]:
+        """Return the optimizer's moments: there are none."""
+        return self.local.moments()
+
     def state(self) -> dict[str, Any]:
         """Return the optimizer state, which is empty."""
         return self.local.state()

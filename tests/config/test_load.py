@@ -611,3 +611,22 @@ def test_the_defaults_that_a_run_folder_spells_out_are_no_sections_that_were_set
     assert unread_warnings(again) == unread_warnings(config)
     reward_model = validate(RewardModelConfig, {"model": {"model": "m"}, "data": {"preferences": {"path": "p"}}})
     assert unread_warnings(validate(RewardModelConfig, dump(reward_model))) == []
+
+
+def test_a_type_replaces_a_section_that_leaves_its_type_to_the_preset() -> None:
+    file = {"algorithm": {"preset": "ppo", "advantage": {"gae_lambda": 0.9, "whiten": False}}}
+    named = {"type": "function", "target": "my.py:advantage"}
+    other = merge_overrides(file, {"algorithm": {"advantage": named}})
+    assert other["algorithm"] == {"preset": "ppo", "advantage": named}
+    same = merge_overrides(file, {"algorithm": {"advantage": {"type": "gae", "whiten": True}}})
+    assert same["algorithm"]["advantage"] == {"type": "gae", "gae_lambda": 0.9, "whiten": True}
+    more = merge_overrides(file, {"algorithm": {"advantage": {"whiten": True}}})
+    assert more["algorithm"]["advantage"] == {"gae_lambda": 0.9, "whiten": True}
+    arms = merge_overrides(
+        {"arms": {"ppo": {**file, "policy": {"lr": 1e-6}}, "b": file}},
+        parse_overrides(["arms.ppo.algorithm.advantage={type: function, target: 'my.py:advantage'}"]),
+    )
+    assert arms["arms"] == {
+        "ppo": {"policy": {"lr": 1e-6}, "algorithm": {"preset": "ppo", "advantage": named}},
+        "b": file,
+    }

@@ -115,6 +115,15 @@ def test_ppo_holds_one_base_for_all_roles_and_resumes_bitwise(tmp_path: Path) ->
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("kind", ["auto", "bfloat16", "int8", "nf4"])
+def test_adapters_are_trained_in_float32_whatever_the_base_is_kept_in(kind: str, tmp_path: Path) -> None:
+    role = {"lora": LORA, "weights": kind}
+    run = online(ppo_tree(tmp_path, policy=role, critic={**role, "init": "policy"}))
+    for model in (run.models.policy, run.models.critic):
+        assert model is not None
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
 def test_the_first_ratio_is_1_with_weights_in_fewer_bits(tmp_path: Path) -> None:
     for number, change in enumerate(({"policy": NF4}, {"policy": {"weights": "bfloat16"}})):
         folder = tmp_path / str(number)

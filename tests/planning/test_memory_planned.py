@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf.config.files import merge
 from rlhf.config.load import reward_model_config, train_config
 from rlhf.planning import layout
 from rlhf.planning.arithmetic import Arithmetic, Rows, activations, head, key_value_cache, layer_activations
@@ -182,3 +185,67 @@ def test_operations_are_six_for_each_weight_and_token() -> None:
     assert set(operations(planned("ppo").layout)) == {"rollout", "annotate", "update"}
     lora = operations(planned("sft", policy__lora={"r": 8}).layout)["update"]
     assert lora == pytest.approx(counted * 2 / 3)
+
+
+def kinds_by_phase(plan: Plan, role: str, kind: str) -> list[str]:
+    return [item.phase for item in plan.memory.items if (item.role, item.kind) == (role, kind)]
+
+
+def test_what_leaves_the_gpu_is_planned_where_it_is_read() -> None:
+    reward = {"type": "model", "path": QWEN}
+    more = {"reward__source": reward, "critic__init": "policy"}
+    plain, phases = planned("ppo", GPU, **more), ["load", "rollout", "annotate", "update", "export"]
+    assert kinds_by_phase(plain, "reference", "weights") == phases
+    moved = planned("ppo", GPU, **more, offload__frozen_models=True, offload__optimizer=True, offload__sampler=True)
+    for role in ("reference", "reward model"):
+        assert kinds_by_phase(moved, role, "weights") == ["load", "annotate", "export"]
+    for role in ("policy", "critic"):
+        assert kinds_by_phase(moved, role, "moments") == ["update"]
+        assert kinds_by_phase(moved, role, "weights") == phases
+    assert kinds_by_phase(plain, "policy", "sampler's copy") == phases[1:]
+    assert kinds_by_phase(moved, "policy", "sampler's copy") == ["rollout"]
+    assert kinds_by_phase(moved, "policy", "KV cache") == ["rollout"]
+    by_cpu = [planned("ppo", CPU, **more, **change).peak for change in ({}, {"offload__frozen_models": True})]
+    assert by_cpu[0] == by_cpu[1]  # there is nothing to move
+
+
+def test_a_sampler_without_a_copy_needs_its_cache_during_rollouts_alone() -> None:
+    copied, live = planned("grpo", GPU), planned("grpo", GPU, sampling__copy_weights=False)
+    assert kinds_by_phase(live, "policy", "sampler's copy") == []
+    assert kinds_by_phase(live, "policy", "KV cache") == ["rollout"]
+    assert live.memory.of("rollout") < copied.memory.of("rollout")
+
+
+def test_ppo_of_8_billion_weights_on_one_nf4_base_is_planned_within_16_gb(tmp_path: Path) -> None:
+    """Policy, critic and reward model are adapters on one base; rows of 512 + 512 tokens."""
+    name = "meta-llama/Llama-3.1-8B"
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
+    kept = {"lora": {"r": 16}, "weights": "nf4", "gradient_checkpointing": True}
+    tree = settings("ppo", name)
+    tree["policy"] = {"model": name, **kept}
+    tree["critic"] = {"init": "policy", **kept}
+    tree["reward"] = {"source": {"type": "model", "path": str(tmp_path), "weights": "nf4", "micro_batch_size": 4}}
+    tree["sampling"] = {"max_new_tokens": 512, "completions_per_prompt": 4, "batch_size": 16, "copy_weights": False}
+    tree["batch"]["micro_batch_size"] = 1
+    plan = make_plan(train_config(tree), Machine(device="cuda", memory=16e9), Lengths(prompt=512, completion=512))
+    assert [role.weights > 0 for role in plan.layout.roles] == [True, False, False]
+    assert plan.fits
+    assert plan.needed < 16e9
+    linear, others = 6_979_321_856, 2 * 128_256 * 4096
+    bits = 4 + 8 / 64 + 32 / (64 * 256)
+    assert plan.layout.roles[0].weights == pytest.approx(linear * bits / 8 + 2 * others, rel=1e-3)
+    assert not make_plan(train_config(merge(tree, {"sampling": {"copy_weights": True}})), plan.machine).fits
+
+
+def test_passes_without_gradient_are_halved_on_one_gpu_until_they_fit() -> None:
+    more = {"policy__lora": {"r": 16}, "policy__weights": "nf4", "batch__prompts_per_step": 256}
+    whole = planned("grpo", GPU, **more)
+    assert whole.layout.annotate is not None
+    assert whole.layout.annotate.rows == 1024
+    size = whole.memory.of("annotate") * 0.8
+    small = planned("grpo", Machine(device="cuda", memory=size), **more)
+    assert small.layout.annotate is not None
+    assert small.layout.annotate.rows in (512, 256)
+    assert any("halves its passes" in note for note in small.layout.notes)
+    two = planned("grpo", Machine(device="cuda", memory=size, processes=2), **more)
+    assert not any("halves" in note for note in two.layout.notes)

@@ -214,6 +214,8 @@ def test_the_command_prints_the_plan(tmp_path: Path, empty: str, capsys: pytest.
     out = printed(capsys, ["plan", empty, *tiny(tmp_path), large, "--device", "cuda", "--memory", "24GB"], code=1)
     assert "it does not fit" in out
     assert "What to change, the cheapest first" in out
+    assert "not even one row" not in out
+    assert "with these the run fits, and batch.micro_batch_size up to " in out
 
 
 def test_the_command_prints_json(tmp_path: Path, empty: str, capsys: pytest.CaptureFixture[str]) -> None:

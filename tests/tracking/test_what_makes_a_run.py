@@ -62,7 +62,7 @@ PART_OF_THE_RUN = (
     ),
     *(f"{model}.{name}" for model in ("policy", "model") for name in ("model", "tokenizer", "ema_decay", "head_dtype")),
 )
-SECTIONS = ("run", "critic", "overlap", "batch", "sampling", "policy", "model", "eval", "checkpoint")
+SECTIONS = ("run", "critic", "overlap", "offload", "batch", "sampling", "policy", "model", "eval", "checkpoint")
 
 
 def all_settings() -> set[str]:

@@ -293,6 +293,11 @@ class FastSampler:
                 )
         return self.plain.sample(prompts, key=key, group_size=group_size, greedy=greedy)
 
+    def release(self) -> None:
+        """Free the copy of the weights and the cache that recorded steps keep; the next call makes them again."""
+        self._recorded.clear()
+        self._kept_decoder = None
+
     def _changes_rotations(self, prompts: Prompts) -> bool:
         """Return whether rotations of a longrope model may differ between rows or change on the way.
 
