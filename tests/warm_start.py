@@ -24,12 +24,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlhf.process import silence_libraries
+
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = ("rlhf", "rlhf.comparison")  # what is started warm, by `python -m`
 IMPORTED = ("rlhf.cli", "rlhf.api.training", "rlhf.comparison.trial", "rlhf.factory.reward_model")
 SET_CHILD_SUBREAPER = 36  # of prctl
 LIMIT = 2**20  # bytes of a request
-
 
 
 class Waiting:
@@ -68,7 +69,7 @@ class WarmPopen(subprocess.Popen[Any]):
             cls.waiting = None
 
     def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:
-        preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, *pipes = rest
+        preexec_fn, _, pass_fds, cwd, env, _, _, shell, *pipes = rest
         plain = not (preexec_fn or pass_fds or shell or executable) and (args[0], args[1]) == (sys.executable, "-m")
         if not plain or args[2] not in MODULES:
             super()._execute_child(args, executable, *rest)  # type: ignore[misc]
@@ -145,8 +146,6 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
 
 
 def _main(descriptor: int) -> None:
-    from rlhf.process import silence_libraries
-
     silence_libraries()
     for name in IMPORTED:
         importlib.import_module(name)
