@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from rlhf.api.planning import plan
     from rlhf.api.reward_checking import reward_check
     from rlhf.api.runs import CompareResult, RunResult, compare, evaluate, reward_model, sample, sft, train
-    from rlhf.exact.check import CheckResult, Finding, check
+    from rlhf.exact.check import check
+    from rlhf.exact.findings import CheckResult, Finding
 
 __all__ = [
     "CheckResult",
@@ -68,7 +69,8 @@ __all__ = [
 ]
 
 OWNERS = {
-    **dict.fromkeys(("CheckResult", "Finding", "check"), "rlhf.exact.check"),
+    "check": "rlhf.exact.check",
+    **dict.fromkeys(("CheckResult", "Finding"), "rlhf.exact.findings"),
     "label": "rlhf.api.labels",
     "plan": "rlhf.api.planning",
     "reward_check": "rlhf.api.reward_checking",

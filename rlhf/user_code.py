@@ -203,6 +203,20 @@ def checked_per_token(function: Callable[..., Any], what: str, *, finite: bool =
     return call
 
 
+def check_values(values: Any, count: int, what: str) -> Tensor:
+    """Return what a loss computed, if it is a value for each of `count` rows.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    from torch import Tensor
+
+    if not isinstance(values, Tensor) or values.shape != (count,):
+        got = f"a tensor of shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise ConfigError(f"{what} returned {got}: it has to return one value per row, a tensor of shape [{count}]")
+    return values
+
+
 class UserCode:
     """Context manager around user code: any exception becomes a UserError that says where it was raised."""
 

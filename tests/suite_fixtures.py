@@ -6,6 +6,7 @@ A plugin of its own (see conftest.py): pytest-xdist's controller runs no test, a
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from warm_start import WarmPopen, adopting
 
 from rlhf import plugins
 from rlhf.algorithms.presets import PRESETS
@@ -87,6 +89,24 @@ def close_recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for recorder in opened:
         recorder.close()
+
+
+@pytest.fixture(scope="session")
+def warm_process() -> Iterator[None]:
+    """Let the process from which others are started end with the tests."""
+    yield
+    WarmPopen.close()
+
+
+@pytest.fixture
+def warm_start(warm_process: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start `python -m rlhf …` without seconds of imports: a process of its own, for a test that needs no new one."""
+    if sys.platform != "linux":
+        yield
+        return
+    monkeypatch.setattr(subprocess, "Popen", WarmPopen)
+    with adopting():
+        yield
 
 
 @pytest.fixture

@@ -196,7 +196,7 @@ def is_supervised(file: str) -> bool:
     return any(name in file for name in ("sft", "dpo"))
 
 
-@pytest.mark.usefixtures("nothing_stays_registered")
+@pytest.mark.usefixtures("nothing_stays_registered", "warm_start")
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_run_in_order(page: Path, stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written: set[str] = set()

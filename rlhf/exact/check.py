@@ -1,4 +1,4 @@
-"""Check a policy loss or an advantage against what it stands for, by enumeration: no sampling, no tolerance for noise.
+"""Check a loss or an advantage against what it stands for, by enumeration: no sampling, no tolerance for noise.
 
 The policy gradient theorem (Sutton et al. 2000) gives the yardstick: at the policy that sampled, the expected gradient
 of a right loss is that of the expected score, and a right advantage makes it so, up to a bias that is reported.
@@ -22,74 +22,49 @@ from rlhf.algo.functions import AdvantageFunction, LossFunction
 from rlhf.algo.kl import Coefs
 from rlhf.algo.policy_loss import importance_ratio, kl_old_new
 from rlhf.algorithms.advantage import Advantage
+from rlhf.algorithms.offline_loss import PairLoss
 from rlhf.algorithms.policy_loss import PolicyLoss, TokenLoss, Tokens
-from rlhf.errors import ConfigError, UserError
+from rlhf.errors import ConfigError
+from rlhf.exact.check_pairs import check_pair_loss
+from rlhf.exact.findings import ROUNDING, CheckResult, Finding, close, compare_gradients, try_shape
 from rlhf.exact.world import World, enumerate_world, expectation, random_scores, random_table
 from rlhf.section import Section
 from rlhf.types import Rollout
 from rlhf.user_code import checked_per_token
 
-Kind = Literal["loss", "advantage"]
-ROUNDING = 1e-8
 GROUP = 2  # completions of a prompt; all pairs are enumerated
 Checked = Callable[..., Tensor] | Section | type[Section]
 LEAST_COSINE = 0.9  # GRPO's division by the standard deviation, a known bias, has 0.96
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One property that was checked, and what was observed."""
-
-    what: str
-    passed: bool
-    message: str = ""
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """The findings of a check; `print` it to read them."""
-
-    kind: Kind
-    findings: tuple[Finding, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Return whether every property has been confirmed."""
-        return all(finding.passed for finding in self.findings)
-
-    def __str__(self) -> str:
-        """Format one line for each finding."""
-        lines = [f"{'ok  ' if finding.passed else 'FAIL'} {_line(finding)}" for finding in self.findings]
-        verdict = "right" if self.passed else "wrong"
-        return "\n".join([*lines, f"this {self.kind} is {verdict}"])
-
-
-def check(function: Checked, kind: Kind | None = None) -> CheckResult:
+def check(function: Checked, kind: Literal["loss", "advantage"] | None = None) -> CheckResult:
     """Check a loss or an advantage of your own.
 
         print(rlhf.check(my_loss))
 
     Args:
         function: a loss (rlhf.algo.functions.LossFunction) or an advantage (AdvantageFunction); or a section of a
-            TokenLoss or an Advantage, or such a class, which is checked with its defaults.
+            TokenLoss, a PairLoss or an Advantage, or such a class, which is checked with its defaults.
         kind: which of the two a function is; None tells by the names of its arguments.
 
     Raises:
         ConfigError: it is neither, by its class or its arguments; or a class cannot be made without settings.
     """
-    if isinstance(function, type):
-        function = _with_defaults(function)
-    if isinstance(function, TokenLoss) and function.reads_teacher:
-        return CheckResult("loss", tuple(_check_distillation(function, enumerate_world())))
-    if isinstance(function, PolicyLoss):
-        function, kind = _loss_function(function), "loss"
-    elif isinstance(function, Advantage):
-        function, kind = _advantage_function(function), "advantage"
-    elif isinstance(function, Section):
-        raise ConfigError(
-            f"{type(function).__name__} is no policy loss and no advantage, which are all that is checked"
-        )
-    kind = kind or _kind_of(function)
+    section = _with_defaults(function) if isinstance(function, type) else function
+    if not isinstance(section, Section):
+        return _check_function(section, kind or _kind_of(section))
+    if isinstance(section, PairLoss):
+        return CheckResult("pair loss", tuple(check_pair_loss(section, enumerate_world())))
+    if isinstance(section, Advantage):
+        return _check_function(_advantage_function(section), "advantage")
+    if not isinstance(section, PolicyLoss):
+        raise ConfigError(f"{type(section).__name__} is no policy loss, no advantage and no loss over pairs")
+    if isinstance(section, TokenLoss) and section.reads_teacher:
+        return CheckResult("loss", tuple(_check_distillation(section, enumerate_world())))
+    return _check_function(_loss_function(section), "loss")
+
+
+def _check_function(function: Callable[..., Tensor], kind: Literal["loss", "advantage"]) -> CheckResult:
     world, checked = enumerate_world(), checked_per_token(function, f"the {kind}")
     findings = _check_loss(checked, world) if kind == "loss" else _check_advantage(checked, world)
     return CheckResult(kind, tuple(findings))
@@ -174,7 +149,7 @@ def _check_distillation(loss: TokenLoss, world: World) -> list[Finding]:
         return torch.where(mask, loss.per_token(tokens).per_token, 0.0)
 
     table = random_table(world, 12).requires_grad_()
-    shape, values = _try_shape(lambda: per_token(table, rows))
+    shape, values = try_shape(lambda: per_token(table, rows))
     if values is None:
         return [shape]
     if not values.requires_grad:
@@ -184,25 +159,21 @@ def _check_distillation(loss: TokenLoss, world: World) -> list[Finding]:
     at_teacher = teacher.clone().requires_grad_()
     least = per_token(at_teacher, rows)
     (slope,) = torch.autograd.grad(least.sum(), at_teacher)
-    is_least = bool((values >= -ROUNDING).all()) and _close(least, torch.zeros_like(least))
+    is_least = bool((values >= -ROUNDING).all()) and close(least, torch.zeros_like(least))
     return [
         shape,
         Finding("the gradient reaches the policy", True),
-        Finding(what, _close(alone, values), "" if _close(alone, values) else "it does"),
+        Finding(what, close(alone, values), "" if close(alone, values) else "it does"),
         Finding(
             "it is a divergence: never negative, and 0 where the policy is the teacher",
             is_least,
             "" if is_least else "it is not: what the teacher says of all tokens has to be compared, the tail too",
         ),
-        Finding("the teacher's policy is a stationary point", _close(slope, torch.zeros_like(slope))),
+        Finding("the teacher's policy is a stationary point", close(slope, torch.zeros_like(slope))),
     ]
 
 
-def _line(finding: Finding) -> str:
-    return f"{finding.what}: {finding.message}" if finding.message else finding.what
-
-
-def _kind_of(function: Callable[..., Tensor]) -> Kind:
+def _kind_of(function: Callable[..., Tensor]) -> Literal["loss", "advantage"]:
     names = set(inspect.signature(function).parameters)
     if "logprobs" in names:
         return "loss"
@@ -253,7 +224,7 @@ def _check_loss(loss: LossFunction, world: World) -> list[Finding]:
     mask = world.mask[rows % len(world.ids)]
     advantages = torch.where(mask, scores.flatten()[rows][:, None], 0.0)
     batch = _Batch(logprobs, logprobs.detach(), advantages, mask)
-    shape, per_token = _try_shape(lambda: _per_token(loss, batch))
+    shape, per_token = try_shape(lambda: _per_token(loss, batch))
     if per_token is None:
         return [shape]
     if not per_token.requires_grad:
@@ -271,21 +242,10 @@ def _check_loss(loss: LossFunction, world: World) -> list[Finding]:
     ]
 
 
-def _try_shape(call: Callable[[], Tensor]) -> tuple[Finding, Tensor | None]:
-    what = "one finite number per token"
-    try:
-        result = call()
-    except UserError as error:
-        return Finding(what, False, str(error)), None
-    if not result.isfinite().all():
-        return Finding(what, False, "NaN or infinity at a live token"), None
-    return Finding(what, True), result
-
-
 def _check_rows(loss: LossFunction, batch: _Batch, per_token: Tensor) -> Finding:
     what = "a row's loss does not depend on other rows"
     alone = torch.cat([_per_token(loss, batch.rows(slice(row, row + 1))) for row in range(len(batch.mask))])
-    if _close(alone, per_token):
+    if close(alone, per_token):
         return Finding(what, True)
     return Finding(
         what,
@@ -298,7 +258,7 @@ def _check_rows(loss: LossFunction, batch: _Batch, per_token: Tensor) -> Finding
 def _check_padding(loss: LossFunction, batch: _Batch, per_token: Tensor) -> Finding:
     what = "padding has no influence"
     padded = _per_token(loss, batch.padded(2))[:, : per_token.shape[1]]
-    if _close(padded, per_token):
+    if close(padded, per_token):
         return Finding(what, True)
     return Finding(
         what, False, "more padding changes the loss of live tokens: take means over the mask, not over columns"
@@ -314,28 +274,12 @@ def _check_gradient(world: World, table: Tensor, scores: Tensor, per_token: Tens
 
     def compare(per_row: Tensor) -> Finding:
         (ours,) = torch.autograd.grad((per_row * probabilities).sum(), table, retain_graph=True)
-        return _compare_gradients(what, ours, exact, least=1 - ROUNDING)
+        return compare_gradients(what, ours, exact, least=1 - ROUNDING)
 
     summed, averaged = compare(per_token.sum(1)), compare(per_token.sum(1) / lengths)
     if averaged.passed and not summed.passed:  # the loss of every token is that of its sequence
         return Finding(what, True, "with policy_loss.aggregate=sequence_mean")
     return summed
-
-
-def _compare_gradients(what: str, ours: Tensor, exact: Tensor, *, least: float) -> Finding:
-    if ours.norm() < ROUNDING:
-        return Finding(what, False, "it is zero: nothing would be learned")
-    cosine = float((ours * exact).sum() / (ours.norm() * exact.norm()))
-    scale = float(ours.norm() / exact.norm())
-    if cosine < -least:
-        return Finding(what, False, "it is its negative: the sign is wrong, and training would lower the score")
-    if cosine < least:
-        return Finding(what, False, f"it points elsewhere: the cosine of the two is {cosine:.3f}")
-    if cosine < 1 - ROUNDING:
-        return Finding(what, True, f"with a bias: the cosine of the two is {cosine:.3f}")
-    if abs(scale - 1) > ROUNDING:
-        return Finding(what, True, f"times {scale:.3g}, which is as if policy.lr were (Adam evens it out)")
-    return Finding(what, True)
 
 
 def _check_old(loss: LossFunction, batch: _Batch, per_token: Tensor) -> Finding:
@@ -345,7 +289,7 @@ def _check_old(loss: LossFunction, batch: _Batch, per_token: Tensor) -> Finding:
     other = _per_token(loss, moved)
     (before,) = torch.autograd.grad(per_token.sum(), batch.logprobs, retain_graph=True)
     (after,) = torch.autograd.grad(other.sum(), batch.logprobs, retain_graph=True)
-    if _close(before, after):
+    if close(before, after):
         return Finding(what, True, "they are not: old_logprobs is not used, so set batch.epochs=1 and minibatches=1")
     return Finding(what, True)
 
@@ -359,7 +303,7 @@ def _check_advantage(advantage: AdvantageFunction, world: World) -> list[Finding
     def call(token_rewards: Tensor, live: Tensor) -> Tensor:
         return torch.where(live, advantage(rewards=token_rewards, mask=live, group_size=GROUP), 0.0)
 
-    shape, advantages = _try_shape(lambda: call(rewards, mask))
+    shape, advantages = try_shape(lambda: call(rewards, mask))
     if advantages is None:
         return [_explain_ties(shape)]
     return [
@@ -386,7 +330,7 @@ def _check_tied(call: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, mask:
     if not result.isfinite().all():
         return Finding(what, False, "NaN or infinity: add a small constant to the standard deviation")
     live = result[mask]
-    if _close(live, live[:1].expand_as(live)):
+    if close(live, live[:1].expand_as(live)):
         return Finding(what, True)
     return Finding(what, False, "tokens of completions that score alike get different advantages")
 
@@ -398,7 +342,7 @@ def _check_order(
     generator = torch.Generator().manual_seed(3)
     groups = torch.randperm(len(rewards) // GROUP, generator=generator)
     rows = (groups[:, None] * GROUP + torch.arange(GROUP)).flatten()
-    if _close(call(rewards[rows], mask[rows]), advantages[rows]):
+    if close(call(rewards[rows], mask[rows]), advantages[rows]):
         return Finding(what, True)
     return Finding(
         what,
@@ -415,7 +359,7 @@ def _check_direction(world: World, table: Tensor, scores: Tensor, pairs: Tensor,
     surrogate = (advantages.detach() * world.token_logprobs(leaf.log_softmax(-1), pairs)).sum(1).view(-1, GROUP).mean(1)
     (ours,) = torch.autograd.grad(-(surrogate * probabilities).sum(), leaf, retain_graph=True)
     (exact,) = torch.autograd.grad(-expectation(distribution, scores), leaf)
-    return _compare_gradients("the expected gradient is the policy gradient", ours, exact, least=LEAST_COSINE)
+    return compare_gradients("the expected gradient is the policy gradient", ours, exact, least=LEAST_COSINE)
 
 
 def _all_pairs(world: World) -> Tensor:
@@ -423,7 +367,3 @@ def _all_pairs(world: World) -> Tensor:
     count = len(world.ids)
     within = torch.cartesian_prod(torch.arange(count), torch.arange(count))
     return torch.cat([prompt * count + within for prompt in range(world.prompts)]).flatten()
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.allclose(a, b, rtol=ROUNDING, atol=ROUNDING, equal_nan=False))

@@ -17,7 +17,6 @@ from rlhf.batching import Batch, concat, extend, widen
 from rlhf.config.run import ScheduleConfig
 from rlhf.config.sections import BatchConfig
 from rlhf.data.pairs import CompletionRows
-from rlhf.errors import ConfigError
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.lora import Dropout
 from rlhf.models.policy_models import Ema, Models
@@ -36,6 +35,7 @@ from rlhf.types import (
     PreferencePairs,
     Side,
 )
+from rlhf.user_code import check_values
 
 MAIN_LOSSES = ("loss/sft", "loss/preference", "loss/rm")
 GRADIENT_PASS = "a forward and backward pass"
@@ -211,18 +211,6 @@ class PairwiseLoss:
             "preference/rejected_logprob": Mean.of(rejected.logprobs),
         }
         return {PREFERENCE_TERM: per_pair.sum()}, metrics | {name: Mean.of(of) for name, of in measured.items()}
-
-
-def check_values(values: Tensor, count: int, what: str) -> Tensor:
-    """Return what a loss computed, if it is a value for each of `count` rows.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if not isinstance(values, Tensor) or values.shape != (count,):
-        got = f"a tensor of shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-        raise ConfigError(f"{what} returned {got}: it has to return one value per row, a tensor of shape [{count}]")
-    return values
 
 
 def _sides(pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]) -> tuple[Side, Side]:

@@ -12,15 +12,18 @@ import rlhf
 from rlhf.algo.advantages import group_normalized
 from rlhf.algo.policy_loss import importance_ratio
 from rlhf.algorithms.cispo import CispoLoss
-from rlhf.algorithms.dpo import Dpo
 from rlhf.algorithms.functions import FunctionLoss
 from rlhf.algorithms.grpo import Group
+from rlhf.algorithms.kto import Kto
+from rlhf.algorithms.offline_loss import PairLoss
 from rlhf.algorithms.online_dpo import OnlinePairLoss
 from rlhf.algorithms.penalty import PenaltyLoss
 from rlhf.algorithms.policy_loss import PolicyLoss
 from rlhf.algorithms.ppo import ClipLoss
 from rlhf.algorithms.reinforce import BatchWhiten, PolicyGradientLoss
+from rlhf.algorithms.slic import Slic
 from rlhf.errors import ConfigError
+from rlhf.types import Side
 
 
 def clipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -70,8 +73,8 @@ def test_advantages_that_are_sections() -> None:
 
 
 def test_a_section_that_cannot_be_checked_says_why() -> None:
-    with pytest.raises(ConfigError, match="Dpo is no policy loss and no advantage"):
-        rlhf.check(Dpo)
+    with pytest.raises(ConfigError, match="Kto is no policy loss, no advantage and no loss over pairs"):
+        rlhf.check(Kto)
     with pytest.raises(ConfigError, match="FunctionLoss has no default for target: give an instance"):
         rlhf.check(FunctionLoss)
     with pytest.raises(ConfigError, match=r"policy_loss\.type=pair has no loss per token"):
@@ -165,3 +168,104 @@ def test_wrong_advantages(name: str) -> None:
 def test_neither_a_loss_nor_an_advantage() -> None:
     with pytest.raises(ConfigError, match="a loss is called with logprobs"):
         rlhf.check(lambda x: x)
+
+
+@pytest.mark.parametrize("name", sorted(PairLoss.choices()))
+def test_every_loss_over_pairs_is_right(name: str) -> None:
+    result = rlhf.check(PairLoss.choices()[name])
+    assert result.passed, result
+    assert result.kind == "pair loss"
+    assert len(result.findings) == 6
+
+
+def test_pairs_that_have_their_margin_already_rest() -> None:
+    assert "the others rest" not in str(rlhf.check(Slic))
+    assert "pairs; the others rest" in str(rlhf.check(Slic(nll_coef=0.0)))
+    assert str(rlhf.check(Slic(nll_coef=0.0))).endswith("this pair loss is right")
+
+
+class Compared(PairLoss):
+    """The logistic loss, of which each wrong loss changes one thing; its type has no default: it joins no family."""
+
+    def per_pair(self, chosen: Side, rejected: Side) -> Tensor:
+        return -torch.nn.functional.logsigmoid(chosen.log_ratios - rejected.log_ratios)
+
+
+class Swapped(Compared):
+    def per_pair(self, chosen: Side, rejected: Side) -> Tensor:
+        return super().per_pair(rejected, chosen)
+
+
+class OtherReward(Compared):
+    def reward(self, side: Side) -> Tensor:
+        return -side.log_ratios
+
+
+class OneNumber(Compared):
+    def per_pair(self, chosen: Side, rejected: Side) -> Tensor:
+        return super().per_pair(chosen, rejected).mean()
+
+
+class OverTheBatch(Compared):
+    def per_pair(self, chosen: Side, rejected: Side) -> Tensor:
+        return super().per_pair(chosen, rejected) - (chosen.log_ratios - rejected.log_ratios).mean()
+
+
+class Detached(Compared):
+    def per_pair(self, chosen: Side, rejected: Side) -> Tensor:
+        return super().per_pair(chosen, rejected).detach()
+
+
+class SaysNoReference(Compared):
+    needs_reference = False
+
+
+class Fails(Compared):
+    def per_pair(self, chosen: Side, rejected: Side) -> Tensor:
+        raise ZeroDivisionError
+
+
+class Constant(Compared):
+    def per_pair(self, chosen: Side, rejected: Side) -> Tensor:
+        return 0.0 * super().per_pair(chosen, rejected)
+
+
+class Infinite(Compared):
+    def per_pair(self, chosen: Side, rejected: Side) -> Tensor:
+        return super().per_pair(chosen, rejected) / 0
+
+
+class RewardOfNothing(Compared):
+    def reward(self, side: Side) -> Tensor:
+        return torch.zeros_like(side.lengths)
+
+
+WRONG_PAIR_LOSSES: dict[type[PairLoss], str] = {
+    Swapped: "it lowers it for 420 of 420 pairs",
+    OtherReward: "it lowers it for 420 of 420 pairs",
+    OneNumber: "per_pair returned a tensor of shape []: it has to return one value per row, a tensor of shape [420]",
+    OverTheBatch: "the size of the micro-batches would change the result",
+    Detached: "the loss has no gradient",
+    SaysNoReference: "it is, and is 0 in training: take logprobs for log_ratios",
+    Fails: "per_pair failed: ZeroDivisionError",
+    Constant: "it does for no pair: nothing would be learned",
+    Infinite: "NaN or infinity at a live pair",
+    RewardOfNothing: "the implicit reward does not depend on the policy",
+}
+
+
+@pytest.mark.parametrize("loss", WRONG_PAIR_LOSSES)
+def test_wrong_losses_over_pairs(loss: type[PairLoss]) -> None:
+    result = rlhf.check(loss(type="mine"))
+    assert not result.passed
+    assert WRONG_PAIR_LOSSES[loss] in str(result)
+
+
+def test_a_loss_that_reads_no_reference_may_leave_it_out() -> None:
+    class WithoutReference(Compared):
+        def per_pair(self, chosen: Side, rejected: Side) -> Tensor:
+            return -torch.nn.functional.logsigmoid(chosen.logprobs - rejected.logprobs)
+
+    result = rlhf.check(WithoutReference(type="mine"))
+    assert result.passed
+    assert "needs_reference = False saves its memory and time" in str(result)

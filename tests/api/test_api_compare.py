@@ -19,6 +19,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_two_arms_and_best_of_n(tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text(
         "def count(completions):\n    return [float(t.count('good')) for t in completions]\n"

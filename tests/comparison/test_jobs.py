@@ -56,6 +56,7 @@ def results_of(folder: Path) -> Any:
     return json.loads((folder / "results.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_two_at_once_give_what_one_after_another_gives(tmp_path: Path) -> None:
     """One arm is broken in both; every other byte that is judged is the same."""
     bad = {"bad": failing_arm(tmp_path)}
@@ -80,6 +81,7 @@ def test_two_at_once_give_what_one_after_another_gives(tmp_path: Path) -> None:
     assert "ran at once" not in (tmp_path / "alone" / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_a_cell_that_is_killed_is_the_only_one_that_fails(tmp_path: Path) -> None:
     tree = compare_tree(tmp_path, seeds=[0], jobs=2, arms={"dpo": None, "best_of_n": None})
 
@@ -115,6 +117,7 @@ def score(*, completions, **rest):
 """
 
 
+@pytest.mark.usefixtures("warm_start")
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_stop_reaches_every_cell_and_the_same_command_continues(tmp_path: Path, jobs: int) -> None:
     tree = compare_tree(tmp_path, seeds=[0], arms={"dpo": None, "best_of_n": None}, jobs=jobs)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from runs import offline_tree, ppo_tree, trained, trained_offline
 
+import rlhf
 from rlhf.algorithms.offline_loss import OfflineLoss, PairLoss
 from rlhf.algorithms.presets import PRESETS
 from rlhf.config.load import dump, train_config
@@ -104,6 +105,11 @@ def test_its_equation_by_hand(file: Path) -> None:
     torch.testing.assert_close(values, torch.tensor([0.5, 1.0], dtype=torch.float64))
     torch.testing.assert_close(loss.reward(side(far)), torch.tensor([math.log(3)], dtype=torch.float64))
     assert loss.needs_reference
+
+
+def test_its_check_passes(file: Path) -> None:
+    result = rlhf.check(apo_zero(file))
+    assert (result.kind, result.passed) == ("pair loss", True), result
 
 
 def test_it_trains_offline_and_its_own_metric_is_logged_and_reported(file: Path, tmp_path: Path) -> None:
