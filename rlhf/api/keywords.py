@@ -162,6 +162,7 @@ class OnlineKeys(TypedDict, total=False):
     mask_truncated: bool
     refill_rounds: int
     rescue: Any
+    curriculum: Any
     ptx_coef: float
 
 

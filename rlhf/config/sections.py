@@ -330,6 +330,8 @@ class OverlapConfig(Section):
             raise ValueError("overlap.ahead cannot refill groups: set algorithm.refill_rounds=0")
         if algorithm.rescue is not None:
             raise ValueError("overlap.ahead is incompatible with algorithm.rescue: remove one of the two")
+        if algorithm.curriculum is not None:
+            raise ValueError("overlap.ahead is incompatible with algorithm.curriculum: remove one of the two")
         if self.reward_parts > 1:
             raise ValueError("overlap.ahead samples each step as a whole: set overlap.reward_parts=1")
         if old_log_probs == "sampler":
@@ -575,6 +577,8 @@ class OnlineConfig(TrainSections):
         if self.algorithm.rescue is not None:
             prompts = self.data.prompts
             self.algorithm.rescue.check_run(old_log_probs, prompts.first_tokens, is_plain=prompts.is_plain)
+        if self.algorithm.curriculum is not None:
+            self.algorithm.curriculum.check_run(is_plain=self.data.prompts.is_plain)
         if self.algorithm.advantage.needs_critic:  # without a critic the section is unread, which is a warning
             self.critic.check_optimizer("critic", self.policy.dtype, self.sharding)
             self.critic.check_trained("critic", self.policy.dtype, self.sharding, is_online=True)

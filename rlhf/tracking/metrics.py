@@ -254,7 +254,8 @@ rescue/by_hint_1      | count    | rescue: prompts that the first hint rescued
 rescue/by_hint_2      | count    | rescue: prompts that the second hint rescued
 rescue/by_hint_3      | count    | rescue: prompts that the third hint rescued
 rescue/by_hint_4      | count    | rescue: prompts that the fourth hint rescued
-rescue/without_hint   | count    | rescue: failed prompts without a usable hint: no text, or too long with it
+rescue/due            | count    | rescue.after: prompts of the step that are due a hint since they failed before
+rescue/without_hint   | count    | rescue: prompts to be given a hint that have none: no text, or too long with it
 rescue/hinted_tokens  | share    | rescue: completion tokens of the step that were sampled with a hint
     chart/completions: 10 Tokens sampled with a hint
 rescue/weight         | -        | rescue: mean importance weight of hinted tokens, after truncation or shaping
@@ -268,6 +269,11 @@ rescue/waiting        | count    | rescue: prompts that wait for a replay after 
     chart/completions: 11 Prompts waiting for a replay
 rescue/given_up       | count    | rescue: prompts given up after replay.limit replays, since the start
     better: lower
+curriculum/passed_over | count   | curriculum: prompts of the shuffled epochs that the step passed over
+    chart/completions: 12 Prompts passed over
+curriculum/known      | share    | curriculum: prompts of the data whose success rate is known
+curriculum/rate       | share    | curriculum: mean success rate of these prompts
+    chart/completions: 13 Success rate of the prompts
 env/return            | score    | mean over episodes of the summed rewards of their turns, before shaping
     better: higher; chart/environment: 1 Return of an episode
 env/turns             | count    | mean number of actions of an episode
