@@ -28,10 +28,10 @@ from rlhf.training.prompt_queue import PromptQueue
 FAIL, WIN = (0.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0)
 
 
-def queue(curriculum: Curriculum | None = None, rescue: Rescue | None = None, count: int = 40, seed: int = 1) -> PromptQueue:
+def queue(curriculum: Curriculum | None = None, rescue: Rescue | None = None, count: int = 40) -> PromptQueue:
     ids = tuple([i] for i in range(count))
     rows = PromptSet(ids, tuple({"prompt": str(i)} for i in range(count)), 0, RowCounts("made up", fatal=False))
-    return PromptQueue(rows, 4, seed, rescue=rescue, curriculum=curriculum)
+    return PromptQueue(rows, 4, 1, rescue=rescue, curriculum=curriculum)
 
 
 def dealt(prompt_queue: PromptQueue) -> list[int]:
