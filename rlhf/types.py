@@ -143,6 +143,13 @@ class Demonstrations(Batch):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LabelledSteps(Demonstrations):
+    """Solutions in steps; `loss_mask` marks the last token of the separator behind each step."""
+
+    labels: Float[Tensor, "B T"]  # at these tokens the probability that the step is right; zero elsewhere
+
+
+@dataclass(frozen=True, kw_only=True)
 class PreferencePairs(Batch):
     """Pairs of completions of one prompt, the first preferred. B pairs; the two sides may differ in T."""
 

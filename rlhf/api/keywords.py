@@ -392,6 +392,7 @@ class RewardModelKeywords(TypedDict, total=False):
     run: RunKeys
     data: RewardModelDataKeys
     loss: RewardModelLossKeys
+    process: Any
     ensemble: EnsembleKeys
     calibration: CalibrationKeys
     batch: BatchKeys

@@ -31,6 +31,7 @@ from rlhf.config.reward import (
     EnsembleConfig,
     RewardConfig,
     RewardModelLoss,
+    StepLabelsConfig,
 )
 from rlhf.config.run import (
     CheckpointConfig,
@@ -732,6 +733,8 @@ class RewardModelConfig(Section):
     """The backbone to start from, usually the SFT model, and its optimizer."""
     loss: RewardModelLoss = RewardModelLoss()
     """The Bradley-Terry loss."""
+    process: StepLabelsConfig | None = None
+    """Train a process reward model, which grades steps (reward.process reads it); null: one that scores completions."""
     ensemble: EnsembleConfig = EnsembleConfig()
     """Several reward models from one run; a number is its size."""
     calibration: CalibrationConfig = CalibrationConfig()
@@ -772,4 +775,25 @@ class RewardModelConfig(Section):
         self.run.check_dtype("model", self.model.dtype)
         self.model.check_export("model")
         self.model.check_trained("model", self.model.dtype, self.sharding, is_online=False)
+        return self
+
+    @model_validator(mode="after")
+    def _check_process(self) -> RewardModelConfig:
+        """Check what is for pairs alone."""
+        if self.process is None:
+            return self
+        refused = {
+            "ensemble": (self.ensemble.size > 1, "1"),
+            "loss": (self.loss != RewardModelLoss(), "null"),
+            "model.lora": (self.model.lora is not None, "null"),
+            "model.weights": (self.model.weights != "auto", "auto"),
+            "checkpoint.best": (self.checkpoint.best is not None, "null"),
+            "sharding": (self.sharding.uses_deepspeed, "ddp"),
+            "data.preferences.sources and stream": (not self.data.preferences.is_plain, "one path"),
+        }
+        for name, (is_set, instead) in refused.items():
+            if is_set:
+                raise ValueError(
+                    f"{name} is for reward models of pairs, and process trains one of steps: set {instead}"
+                )
         return self

@@ -336,6 +336,13 @@ preference/rejected_logprob | nats | log-probability of rejected (undesirable) c
     held_out: eval/rejected_logprob; chart/preferences: 2
 preference/baseline   | nats     | KTO's z0: mean log-ratio to the reference of mismatched completions, at least 0
     chart/preferences: 8 KTO's z0; progress/preference: 6
+loss/process          | nats     | process reward model: cross-entropy of the label of a step
+    label: loss; held_out: eval/process_loss; better: lower; chart/reward-model: 2; progress/reward_model: 1
+process/accuracy      | share    | process reward model: steps whose probability and label are on the same side of 1/2
+    label: accuracy; held_out: eval/process_accuracy; better: higher; chart/reward-model: 1;
+    progress/reward_model: 2; headline: 5 Accuracy on training steps
+process/errors_found  | share    | process reward model: wrong steps whose probability to be right is at most 1/2
+    held_out: eval/process_errors_found; better: higher; chart/reward-model: 6 Wrong steps found
 rm/accuracy           | share    | pairs whose chosen side scores higher
     label: accuracy; held_out: eval/rm_accuracy; better: higher; chart/reward-model: 1 Accuracy;
     progress/reward_model: 2; headline: 5 Accuracy on training pairs
@@ -420,6 +427,12 @@ eval/chosen_logprob   | nats     | log-probability of held-out chosen (desirable
     chart/preferences: 6 Held-out log-probability
 eval/rejected_logprob | nats     | log-probability of held-out rejected (undesirable) completions, summed over tokens
     chart/preferences: 6
+eval/process_loss     | nats     | held-out cross-entropy of the label of a step
+    better: lower; chart/reward-model: 2; tile: 1 Held-out step loss, nats
+eval/process_accuracy | share    | held-out steps whose probability and label are on the same side of 1/2
+    better: higher; chart/reward-model: 1; progress/reward_model: 4; headline: 2 Accuracy on held-out steps; summary: 7
+eval/process_errors_found | share | held-out wrong steps whose probability to be right is at most 1/2
+    better: higher; chart/reward-model: 6
 eval/rm_accuracy      | share    | held-out pairs whose chosen side scores higher
     better: higher; chart/reward-model: 1; progress/reward_model: 4; headline: 2 Accuracy on held-out pairs; summary: 7
 eval/rm_disagreement  | score    | ensemble: held-out mean over pairs of the members' std of chosen - rejected

@@ -357,8 +357,8 @@ def test_a_resumed_run_replays_what_the_uninterrupted_one_does(tmp_path: Path) -
     [
         ({"algorithm": {"preset": "reinforce_pp", **RESCUE["algorithm"]}}, "needs a baseline of the prompt"),
         (
-            {"algorithm": {"preset": "ppo", "advantage": {"whiten_over": "minibatch"}}},
-            "set algorithm.advantage.whiten_over",
+            {"algorithm": {"preset": "ppo", "advantage": {"whiten_over": "minibatch"}, **RESCUE["algorithm"]}},
+            "algorithm.advantage.whiten_over=step",
         ),
         ({"algorithm": {"curriculum": {"solved_above": 0.5}}}, "set both to the same score"),
         ({"sampling": {"old_log_probs": "sampler"}}, "needs log-probabilities under the prompt without the hint"),
