@@ -1,4 +1,4 @@
-"""GRPO on doors that nobody opens by chance, plain and rescued by hints:   python benchmarks/zero_reward.py
+"""GRPO and PPO on doors that nobody opens by chance, plain and rescued by hints:   python benchmarks/zero_reward.py
 
 Makes the world of rlhf.lab.doors, then runs configs/lab/zero_reward.yaml for every seed and arm: without a rescue, and
 with each kind of importance weight. Writes a JSON file (--out) and prints the table in Markdown. Seeds may be run apart
@@ -24,10 +24,24 @@ from rlhf.training.online import train
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "lab" / "zero_reward.yaml"
+
+
+def _with_critic(rescue: Tree | None) -> Tree:
+    """Return the change that makes the run one of PPO, with this rescue."""
+    hints = {"hints": [{"column": "hint", "template": "{prompt} {hint}"}], "replay": {"share": 0.25}}
+    return {
+        "algorithm": {"preset": "ppo", "kl": {"coef": 0.0}, "rescue": None if rescue is None else hints | rescue},
+        "batch": {"epochs": 1, "minibatches": 1},
+    }
+
+
 ARMS: dict[str, Tree] = {
     "plain": {"algorithm": {"rescue": None}},
     "shaped": {},
     "token": {"algorithm": {"rescue": {"weights": {"type": "token"}}}},
+    "ppo": _with_critic(None),
+    "ppo_shaped": _with_critic({"weights": {"type": "shaped", "gamma": 1e-3}}),
+    "ppo_sequence": _with_critic({"after": 1, "weights": {"type": "sequence", "cap": 100.0}}),
 }
 
 

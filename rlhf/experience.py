@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -36,6 +38,10 @@ def compute_advantages(
     rewards = token_rewards(rollout.scores, penalty, mask, rollout.episode_rewards)
     if rollout.process_rewards is not None:
         rewards = rewards + torch.where(mask, rollout.process_rewards, 0.0)
+    if algorithm.rescue is not None:
+        hinted = mask & rollout.hinted[:, None]
+        weights = algorithm.rescue.weights.weigh(rollout.logprobs, rollout.sampler_logprobs, hinted)
+        rollout = replace(rollout, hint_weights=weights)
     if ratio_cap is not None and trace_cap is not None:
         advantages, returns = algorithm.advantage.compute_stale(
             rollout, rewards, rho_cap=ratio_cap, trace_cap=trace_cap
@@ -46,11 +52,8 @@ def compute_advantages(
         advantages = advantages * truncated_importance(rollout.logprobs, rollout.sampler_logprobs, mask, cap=ratio_cap)
     if correction is not None:
         advantages = advantages * correction.weigh(rollout.logprobs, rollout.sampler_logprobs, mask)
-    weights = torch.ones_like(rollout.logprobs)
-    if algorithm.rescue is not None:
-        hinted = mask & rollout.hinted[:, None]
-        weights = algorithm.rescue.weights.weigh(rollout.logprobs, rollout.sampler_logprobs, hinted)
-        advantages = advantages * weights
+    if rollout.hint_weights is not None:
+        advantages = advantages * rollout.hint_weights
     loss_mask = mask & _trainable_rows(rollout, advantages, algorithm)[:, None]
     return extend(
         Experience,
@@ -59,7 +62,7 @@ def compute_advantages(
         rewards=rewards,
         advantages=torch.where(loss_mask, advantages, 0.0),
         returns=returns,
-        hint_weights=weights,
+        value_weights=_value_weights(rollout, algorithm),
     )
 
 
@@ -82,6 +85,14 @@ def _trainable_rows(rollout: Rollout, advantages: Float[Tensor, "B T"], algorith
     if algorithm.drop_uniform_groups:
         return eligible & ~uniform_groups(rollout.scores, rollout.group_size)
     return eligible
+
+
+def _value_weights(rollout: Rollout, algorithm: Online) -> Float[Tensor, "B T"] | None:
+    """Return the weights of hinted rows in the critic's loss; None without a critic or a hinted row."""
+    if algorithm.rescue is None or algorithm.value_loss is None or not bool(rollout.hinted.any()):
+        return None
+    hinted = rollout.action_mask & rollout.hinted[:, None]
+    return algorithm.rescue.weights.weigh_values(rollout.logprobs, rollout.sampler_logprobs, hinted)
 
 
 def _reward_penalty(rollout: Rollout, algorithm: Online, coefs: Coefs) -> Float[Tensor, "B T"]:

@@ -78,7 +78,9 @@ class Objective:
             per_token = per_token - self.policy_loss.entropy_coef * entropy
         if self.algorithm.kl.placement == "loss":
             live, ref_logprobs = _live(mask, logprobs, micro.ref_logprobs)
-            penalty = micro.hint_weights * kl_estimate(live, ref_logprobs, self.algorithm.kl.estimator)
+            penalty = kl_estimate(live, ref_logprobs, self.algorithm.kl.estimator)
+            if micro.hint_weights is not None:
+                penalty = micro.hint_weights * penalty
             if self.algorithm.kl.importance_weighted:
                 penalty = self._reweighted(penalty, importance_ratio(logprobs, micro.logprobs, mask, "token"))
             per_token = per_token + coefs.kl * penalty
@@ -94,6 +96,8 @@ class Objective:
         assert config is not None
         live, old_values, returns = _live(mask, values, micro.values, micro.returns)
         per_token = config.per_token(live, old_values, returns)
+        if micro.value_weights is not None:
+            per_token = micro.value_weights * per_token
         metrics = {
             "loss/value": Mean.of(per_token, mask),
             "critic/clip_fraction": Mean.of(config.clipped(live, old_values, returns), mask),

@@ -115,6 +115,7 @@ class Rollout(Completions):
     ref_logprobs: Float[Tensor, "B T"]  # the policy's own when there is no reference: zero KL
     values: Float[Tensor, "B T"]  # V of the state in which token t is chosen; zero when there is no critic
     hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt, which is not in prompt_ids (algorithm.rescue)
+    hint_weights: Float[Tensor, "B T"] | None = None  # importance weights of hinted rows; 1 elsewhere. None: 1 for all
     final_values: Float[Tensor, " B"] | None = None  # V after the last action; 0 where all ended. None: 0 for all
     process_rewards: Float[Tensor, "B T"] | None = None  # of steps, at their last tokens (reward.process); None: off
 
@@ -125,9 +126,9 @@ class Experience(Rollout):
 
     loss_mask: Bool[Tensor, "B T"]  # tokens in the loss: action_mask minus what the algorithm leaves out
     rewards: Float[Tensor, "B T"]  # score on the last token of its turn, minus the KL penalty where it is placed here
-    advantages: Float[Tensor, "B T"]  # zero outside the mask
+    advantages: Float[Tensor, "B T"]  # zero outside the mask; hint_weights are in them
     returns: Float[Tensor, "B T"]  # the critic's target
-    hint_weights: Float[Tensor, "B T"]  # importance weights of hinted rows, already in the advantages; 1 elsewhere
+    value_weights: Float[Tensor, "B T"] | None = None  # of hinted rows in the critic's loss. None: 1 for all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +140,13 @@ class Demonstrations(Batch):
     completion_ids: Int[Tensor, "B T"]
     completion_mask: Bool[Tensor, "B T"]  # True where live
     loss_mask: Bool[Tensor, "B T"]  # tokens in the loss; a subset of completion_mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledSteps(Demonstrations):
+    """Solutions in steps; `loss_mask` marks the last token of the separator behind each step."""
+
+    labels: Float[Tensor, "B T"]  # at these tokens the probability that the step is right; zero elsewhere
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,15 +68,22 @@ def whiten(
     mask: Bool[Tensor, "*shape"],
     *,
     shift_mean: bool = True,
+    weights: Float[Tensor, "*shape"] | None = None,
     eps: float = 1e-8,
 ) -> Float[Tensor, "*shape"]:
     """Normalize the live entries to zero mean and unit variance; the others become zero.
 
     (x - mean) / sqrt(var + eps); `shift_mean=False` adds the mean back. The variance is the population's (divided by
-    n), as in lm-human-preferences.
+    n), as in lm-human-preferences. With importance `weights` w both moments are those of the policy that they lead to:
+    mean = sum w x / sum w, var = sum w (x - mean)^2 / sum w.
     """
-    mean = masked_mean(values, mask)
-    variance = masked_mean((values - mean) ** 2, mask)
+    if weights is None:
+        mean = masked_mean(values, mask)
+        variance = masked_mean((values - mean) ** 2, mask)
+    else:
+        total = masked_sum(weights, mask).clamp(min=eps)
+        mean = masked_sum(weights * values, mask) / total
+        variance = masked_sum(weights * (values - mean) ** 2, mask) / total
     scaled = (values - mean) * torch.rsqrt(variance + eps)
     return torch.where(mask, scaled if shift_mean else scaled + mean, 0.0)
 

@@ -97,6 +97,32 @@ def sequence_importance(
     return torch.where(mask, weights, 1.0)
 
 
+def rest_importance(
+    logprobs: Float[Tensor, "B T"],
+    sampler_logprobs: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    cap: float,
+) -> Float[Tensor, "B T"]:
+    """Compute for every token the truncated ratio of the completion from it on; 1 outside the mask.
+
+        c_t = min(prod_{s >= t} pi_old(y_s | x, y_<s) / pi_old(y_s | x, h, y_<s), cap)
+
+    Without the cap E[c_t R | y_<t; x, h] = E[R | y_<t; x] for a return R of the rest: the critic's target without hint.
+    """
+    ratios = widen(torch.where(mask, logprobs - sampler_logprobs, 0.0))
+    rest = ratios.flip(1).cumsum(1).flip(1)
+    weights = rest.clamp(max=LARGEST_LOG_RATIO).exp().clamp(max=cap).to(logprobs.dtype)
+    return torch.where(mask, weights, 1.0)
+
+
+def success_shares(scores: Float[Tensor, " B"], group_size: int, *, solved_above: float) -> Float[Tensor, " N"]:
+    """Compute the share of each group's scores that are above `solved_above`; NaN where a group has no score."""
+    groups = scores.double().view(-1, group_size)
+    known = (~groups.isnan()).sum(dim=1)
+    return (groups > solved_above).sum(dim=1) / known.double().masked_fill(known == 0, torch.nan)
+
+
 def shaped_importance(
     logprobs: Float[Tensor, "B T"],
     sampler_logprobs: Float[Tensor, "B T"],

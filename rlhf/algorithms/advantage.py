@@ -76,6 +76,14 @@ class Advantage(Choice):
     def load(self) -> None:
         """Import what the settings name, at the start of a run; an error names the key."""
 
+    def check_rescue(self) -> None:
+        """Check that the advantages are right where some completions are sampled with a hint (algorithm.rescue)."""
+        if not (self.is_group or self.needs_critic):
+            raise ValueError(
+                "algorithm.rescue needs a baseline of the prompt, of a group or of a critic: set "
+                "algorithm.advantage.type=group (grpo, dr_grpo, rloo, dapo, cispo, gspo) or gae (ppo)"
+            )
+
     def check_sizes(self, sizes: StepSizes) -> None:
         """Check that a step of these sizes has the completions that the advantages are computed from."""
 

@@ -80,6 +80,14 @@ class Gae(Advantage):
         ),
     )
 
+    def check_rescue(self) -> None:
+        """Check that whitening can weigh the completions that were sampled with a hint."""
+        if self._whitens_minibatches:
+            raise ValueError(
+                "algorithm.rescue weighs hinted completions in the statistics of the step: set "
+                "algorithm.advantage.whiten_over=step"
+            )
+
     def check_sizes(self, sizes: StepSizes) -> None:
         """Check that there are enough completions to whiten over."""
         if self.whiten and sizes.completions < FEWEST_TO_WHITEN:
@@ -102,7 +110,7 @@ class Gae(Advantage):
 
         mask = rollout.action_mask
         if self.whiten_rewards:
-            rewards = whiten(rewards, mask, shift_mean=False)
+            rewards = whiten(rewards, mask, shift_mean=False, weights=rollout.hint_weights)
         advantages, returns = gae(
             rewards,
             rollout.values,
@@ -114,7 +122,7 @@ class Gae(Advantage):
             final_values=rollout.final_values,
         )
         whitens_step = self.whiten and not self._whitens_minibatches
-        return (whiten(advantages, mask) if whitens_step else advantages), returns
+        return (whiten(advantages, mask, weights=rollout.hint_weights) if whitens_step else advantages), returns
 
     def compute_stale(
         self, rollout: Rollout, rewards: Float[Tensor, "B T"], *, rho_cap: float, trace_cap: float

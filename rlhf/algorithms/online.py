@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from rlhf.algorithms.advantage import Advantage, StepSizes
+from rlhf.algorithms.curriculum import Curriculum
 from rlhf.algorithms.kl import Kl
 from rlhf.algorithms.lagrange import Lagrange
 from rlhf.algorithms.policy_loss import PolicyLoss
@@ -53,6 +54,8 @@ class Online(Section):
     """Rounds of sampling more prompts to replace excluded groups (DAPO); 0: none."""
     rescue: Rescue | None = None
     """Resample prompts whose whole group fails, with hints, and replay them later; null: off."""
+    curriculum: Annotated[Curriculum, OneOf("variance")] | None = None
+    """Deal prompts by how often they were solved in earlier steps; null: off."""
     ptx_coef: NonNegative = 0.0
     """Weight of a next-token loss on data.sft, added to the policy loss (PPO-ptx, Ouyang et al. 2022, eq. 2)."""
 
@@ -73,11 +76,10 @@ class Online(Section):
             raise ValueError("drop_uniform_groups needs a group advantage")
         if self.refill_rounds and not self.drop_uniform_groups:
             raise ValueError("refill_rounds replaces dropped groups: set drop_uniform_groups=true too")
-        if self.rescue is not None and not self.advantage.is_group:
-            raise ValueError(
-                "algorithm.rescue mixes completions with and without a hint in one group: it needs "
-                "advantage.type=group (grpo, dr_grpo, rloo, dapo, cispo, gspo)"
-            )
+        if self.rescue is not None:
+            self.advantage.check_rescue()
+        if self.rescue is not None and self.curriculum is not None:
+            self.curriculum.check_rescue(self.rescue)
         return self
 
     @model_validator(mode="after")
@@ -90,6 +92,18 @@ class Online(Section):
         if self.lagrange is not None:
             self.lagrange.check(self)
         return self
+
+    @property
+    def follows_prompts(self) -> bool:
+        """Return whether prompts are dealt, or given hints, by what became of them in earlier steps."""
+        return self.rescue is not None or self.curriculum is not None
+
+    @property
+    def solved_above(self) -> float:
+        """Return the score above which a completion counts as a success, for rescue and curriculum."""
+        if self.rescue is not None:
+            return self.rescue.solved_above
+        return 0.0 if self.curriculum is None else self.curriculum.solved_above
 
     @property
     def trains_against_reference(self) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_HINTS = 4  # each has a metric of its own
+LARGEST_VALUE_WEIGHT = 10.0  # of a token in the critic's loss
 _PLACES = ("{prompt}", "{hint}")
 
 
@@ -58,6 +59,18 @@ class HintWeights(Choice):
         """
         raise NotImplementedError
 
+    def weigh_values(
+        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    ) -> Float[Tensor, "B T"]:
+        """Compute the weight that every token in the mask has in the critic's loss; 1 outside the mask.
+
+        The critic learns the return of the plain prompt. A return that was reached with the hint counts by the ratio
+        of its rest, which makes the weighted mean of the returns from a state the plain one.
+        """
+        from rlhf.algo.selection import rest_importance
+
+        return rest_importance(logprobs, sampler_logprobs, mask, cap=LARGEST_VALUE_WEIGHT)
+
 
 class TokenWeights(HintWeights):
     """Truncated weights per token: low variance, some bias (as in Guide, Nath et al. 2025)."""
@@ -92,6 +105,12 @@ class SequenceWeights(HintWeights):
         from rlhf.algo.selection import sequence_importance
 
         return sequence_importance(logprobs, sampler_logprobs, mask, cap=self.cap)
+
+    def weigh_values(
+        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    ) -> Float[Tensor, "B T"]:
+        """Compute the same weights: the critic's expected loss is then that of plain sampling, too."""
+        return self.weigh(logprobs, sampler_logprobs, mask)
 
 
 class ShapedWeights(HintWeights):
@@ -133,15 +152,26 @@ class Rescue(Section):
     solved_above: float = 0.0
     """A completion succeeds if its score after shaping is above this; a group fails if none does."""
     hinted_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Share of a group sampled with the hint, replacing as many failures (at least one of each)."""
+    """Share of a group sampled with the hint, replacing as many failures: at least one of each, but in a group of one
+    completion that one."""
+    after: Annotated[int, Field(ge=0)] = 0
+    """When a prompt is given a hint. 0: in the step in which its whole group fails. N: in every step after its
+    completions without a hint have failed in N steps in a row, the next hint each time. This is decided before
+    completions are drawn, so that weights of type sequence keep the expected gradient."""
     weights: Annotated[HintWeights, OneOf("token")] = TokenWeights()
     """Importance weights of hinted completions in the loss of the prompt without the hint."""
     replay: ReplayConfig = ReplayConfig()
     """Replays of unsolved prompts in later steps."""
 
     def hinted_per_group(self, group_size: int) -> int:
-        """Return how many completions of a group of at least 2 are sampled with the hint."""
-        return min(group_size - 1, max(1, round(self.hinted_share * group_size)))
+        """Return how many completions of a group are sampled with the hint: of a group of one, that one."""
+        return min(max(1, group_size - 1), max(1, round(self.hinted_share * group_size)))
+
+    def due(self, failures: int) -> int:
+        """Return the hint (from 1) of a prompt that failed in so many steps in a row; 0: none before it fails again."""
+        if self.after == 0 or failures < self.after:
+            return 0
+        return min(failures - self.after + 1, len(self.hints))
 
     def check_run(self, old_log_probs: str, first_tokens: int | None, *, is_plain: bool) -> None:
         """Check that the run computes log-probabilities under the plain prompt, and has prompts to add hints to."""

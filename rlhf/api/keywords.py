@@ -163,6 +163,7 @@ class OnlineKeys(TypedDict, total=False):
     mask_truncated: bool
     refill_rounds: int
     rescue: Any
+    curriculum: Any
     ptx_coef: float
 
 
@@ -402,6 +403,7 @@ class RewardModelKeywords(TypedDict, total=False):
     run: RunKeys
     data: RewardModelDataKeys
     loss: RewardModelLossKeys
+    process: Any
     ensemble: EnsembleKeys
     calibration: CalibrationKeys
     batch: BatchKeys

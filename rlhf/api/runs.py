@@ -16,6 +16,7 @@ from rich.console import Console
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -78,8 +79,11 @@ class RunResult:
     @cached_property
     def model(self) -> PreTrainedModel:
         """Return the trained model, as transformers loads it: a causal LM, or a reward model's classifier."""
-        is_reward_model = "policy" not in RunFolder(self.folder).read_config()
-        kind: Any = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
+        config = RunFolder(self.folder).read_config()
+        kind: Any = AutoModelForCausalLM
+        if "policy" not in config:
+            grades_steps = config.get("process") is not None
+            kind = AutoModelForTokenClassification if grades_steps else AutoModelForSequenceClassification
         model: PreTrainedModel = kind.from_pretrained(self.model_folder)
         return model
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.factory.process_model import build_process_model, finish_process_model
 from rlhf.factory.reward_card import finish_members, finish_reward_model, member_configs
 from rlhf.factory.reward_model import build_reward_model
 from rlhf.factory.run import build_run, is_complete, mark_complete
@@ -18,7 +21,7 @@ from rlhf.report.terminal import print_card, print_complete, print_ensemble, pri
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.same_run import check_same_run, finished_step
 from rlhf.tracking.trackers import CallbackTracker
-from rlhf.training.offline import train_offline
+from rlhf.training.offline import OfflineRun, train_offline
 from rlhf.training.session import Session
 
 OnStep = Callable[[int, Mapping[str, float]], None]
@@ -61,21 +64,30 @@ def run_reward_model(config: RewardModelConfig, console: Console, *, on_step: On
 
 def _run_reward_model(config: RewardModelConfig, console: Console, *, on_step: OnStep | None = None) -> bool:
     print_folder(config, console)
-    built = build_reward_model(config, console)
-    session = built.run.session
+    run, finish = _build_reward_model(config, console)
+    session = run.session
     if is_complete(session):
         return _close_complete(session, console)
     _connect(session, on_step)
     with closed_on_error(session), session.recorder.progress:
-        train_offline(built.run)
+        train_offline(run)
         card = {}
         if not session.interrupted:
-            card = finish_reward_model(built)
+            card = finish()
             mark_complete(session)
     complete = finish_run(session, console)
     if card and session.ranks.is_main:
         print_card(card, console)
     return complete
+
+
+def _build_reward_model(config: RewardModelConfig, console: Console) -> tuple[OfflineRun, Callable[[], dict[str, Any]]]:
+    """Build the run, of pairs or of step labels, and what finishes it and returns its report card."""
+    if config.process is not None:
+        run = build_process_model(config, console)
+        return run, partial(finish_process_model, run)
+    built = build_reward_model(config, console)
+    return built.run, partial(finish_reward_model, built)
 
 
 def print_if_finished(config: TrainConfig | RewardModelConfig, console: Console) -> bool:

@@ -129,6 +129,13 @@ class RewardModelLoss(Section):
     """Weight of (r_chosen + r_rejected)^2, which keeps scores near zero (Eisenstein et al. 2023); 0.01 is usual."""
 
 
+class StepLabelsConfig(Section):
+    """A process reward model: data.preferences has rows with step labels (prompt, completions, labels) and no pairs."""
+
+    separator: Annotated[str, Field(min_length=1)] = "\n"
+    """What the model reads behind each step; it grades the step at the last token of it."""
+
+
 class CalibrationConfig(Section):
     """Shift and scale, stored in the model, that give mean 0 and std 1 on reference completions."""
 

@@ -32,6 +32,7 @@ from rlhf.config.reward import (
     EnsembleConfig,
     RewardConfig,
     RewardModelLoss,
+    StepLabelsConfig,
 )
 from rlhf.config.run import (
     CheckpointConfig,
@@ -335,6 +336,8 @@ class OverlapConfig(Section):
             raise ValueError("overlap.ahead cannot refill groups: set algorithm.refill_rounds=0")
         if algorithm.rescue is not None:
             raise ValueError("overlap.ahead is incompatible with algorithm.rescue: remove one of the two")
+        if algorithm.curriculum is not None:
+            raise ValueError("overlap.ahead is incompatible with algorithm.curriculum: remove one of the two")
         if self.reward_parts > 1:
             raise ValueError("overlap.ahead samples each step as a whole: set overlap.reward_parts=1")
         if old_log_probs == "sampler":
@@ -583,6 +586,8 @@ class OnlineConfig(TrainSections):
         if self.algorithm.rescue is not None:
             prompts = self.data.prompts
             self.algorithm.rescue.check_run(old_log_probs, prompts.first_tokens, is_plain=prompts.is_plain)
+        if self.algorithm.curriculum is not None:
+            self.algorithm.curriculum.check_run(is_plain=self.data.prompts.is_plain)
         if self.algorithm.advantage.needs_critic:  # without a critic the section is unread, which is a warning
             self.critic.check_optimizer("critic", self.policy.dtype, self.sharding)
             self.critic.check_trained("critic", self.policy.dtype, self.sharding, is_online=True)
@@ -736,6 +741,8 @@ class RewardModelConfig(Section):
     """The backbone to start from, usually the SFT model, and its optimizer."""
     loss: RewardModelLoss = RewardModelLoss()
     """The Bradley-Terry loss."""
+    process: StepLabelsConfig | None = None
+    """Train a process reward model, which grades steps (reward.process reads it); null: one that scores completions."""
     ensemble: EnsembleConfig = EnsembleConfig()
     """Several reward models from one run; a number is its size."""
     calibration: CalibrationConfig = CalibrationConfig()
@@ -776,4 +783,25 @@ class RewardModelConfig(Section):
         self.run.check_dtype("model", self.model.dtype)
         self.model.check_export("model")
         self.model.check_trained("model", self.model.dtype, self.sharding, is_online=False)
+        return self
+
+    @model_validator(mode="after")
+    def _check_process(self) -> RewardModelConfig:
+        """Check what is for pairs alone."""
+        if self.process is None:
+            return self
+        refused = {
+            "ensemble": (self.ensemble.size > 1, "1"),
+            "loss": (self.loss != RewardModelLoss(), "null"),
+            "model.lora": (self.model.lora is not None, "null"),
+            "model.weights": (self.model.weights != "auto", "auto"),
+            "checkpoint.best": (self.checkpoint.best is not None, "null"),
+            "sharding": (self.sharding.uses_deepspeed, "ddp"),
+            "data.preferences.sources and stream": (not self.data.preferences.is_plain, "one path"),
+        }
+        for name, (is_set, instead) in refused.items():
+            if is_set:
+                raise ValueError(
+                    f"{name} is for reward models of pairs, and process trains one of steps: set {instead}"
+                )
         return self

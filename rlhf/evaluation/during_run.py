@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rlhf.config.sections import TrainConfig
-from rlhf.data.datasets import sequential_batches
-from rlhf.data.pairs import PairSet
+from rlhf.data.datasets import RowSet, sequential_batches
 from rlhf.evaluation.evaluate import evaluate_loss, evaluate_policy
 from rlhf.models.policy_models import Ema, Models
 from rlhf.rewards.source import RewardSource
@@ -128,9 +128,9 @@ class OfflineEvaluation:
 
 
 class PairEvaluation:
-    """Evaluation of a reward model on held-out pairs during its run; it does nothing if the run has none."""
+    """Evaluation of a reward model on held-out pairs or labelled steps during its run; nothing if the run has none."""
 
-    def __init__(self, pairs: PairSet | None, loss: Loss, size: int, ranks: Distributed) -> None:
+    def __init__(self, pairs: RowSet[Any] | None, loss: Loss, size: int, ranks: Distributed) -> None:
         """Take the pairs, `size` of which are read in one pass."""
         self.pairs, self.loss, self.size, self.ranks = pairs, loss, size, ranks
         self.rows: RowTable = {}  # of the latest evaluation

@@ -370,12 +370,15 @@ def _load_prompts(
 def _build_queue(
     config: OnlineConfig, context: RunContext, stream: PromptBatches, saved: dict[str, Any] | None
 ) -> PromptQueue | None:
-    """Build the queue of prompts to replay, as the checkpoint has it if the run is resumed; None without a rescue."""
-    if config.algorithm.rescue is None:
+    """Build the queue of prompts that a rescue or a curriculum deals, as the checkpoint has it; None without both."""
+    algorithm = config.algorithm
+    if not algorithm.follows_prompts:
         return None
     assert isinstance(stream, PromptStream)
     assert isinstance(stream.rows, PromptSet)
-    queue = PromptQueue(stream.rows, stream.rows_per_step, stream.seed, config.algorithm.rescue.replay)
+    queue = PromptQueue(
+        stream.rows, stream.rows_per_step, stream.seed, rescue=algorithm.rescue, curriculum=algorithm.curriculum
+    )
     if saved is not None:
         queue.restore(saved.get("queue"), step=context.state.step)
     return queue

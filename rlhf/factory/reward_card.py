@@ -65,6 +65,11 @@ def compute_report_card(config: RewardModelConfig, path: str) -> dict[str, Any]:
     Raises:
         ConfigError: there are no held-out pairs.
     """
+    if config.process is not None:
+        raise ConfigError(
+            "a process reward model has no report card: eval/process_accuracy in the run's metrics.jsonl is its "
+            "accuracy on held-out steps"
+        )
     if config.data.eval_preferences is None:
         raise ConfigError("nothing to evaluate on: set data.eval_preferences.path")
     model, tokenizer = _load_trained(config, path)

@@ -57,7 +57,7 @@ def build_reward_model(config: RewardModelConfig, console: Console | None = None
 def _build(config: RewardModelConfig, context: RunContext) -> RewardModelRun:
     tokenizer = build_tokenizer(config.model)
     origin = read_export_origin(config.model, tokenizer)
-    model, trained = _build_trained(config, context, tokenizer)
+    model, trained = build_scalar_model(config, context, tokenizer)
     engine, max_length = context.engine, context_length(model.classifier)
     stream = _train_stream(config, context, tokenizer, max_length)
     held_out = config.data.eval_preferences
@@ -95,7 +95,7 @@ def _save_model(model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, engi
     save_scalar_head(model, tokenizer, folder, engine)
 
 
-def _build_trained(
+def build_scalar_model(
     config: RewardModelConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[ScalarHeadModel, TrainableModel]:
     """Build the model and what trains it, as the checkpoint has them if the run is resumed."""

@@ -1,16 +1,25 @@
-"""Token-classification models that grade the steps of a solution, as TRL's PRMTrainer makes them."""
+"""Token-classification models that grade the steps of a solution, as TRL's PRMTrainer and `rlhf reward` make them."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification, PreTrainedTokenizerBase
 
+from rlhf.data.steps import StepEncoder
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.errors import ModelError
+from rlhf.errors import DataError, ModelError
+from rlhf.models.folders import model_folder
+from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.rewards.process import ModelProcess
+
+SEPARATOR = "step_separator"  # in config.json: what follows a step in the data that the model was trained on
+LABELS = {0: "wrong", 1: "right"}
+LINE_BREAK = "\n"
 
 
 class StepModel:
@@ -25,38 +34,70 @@ class StepModel:
         classes = int(model.config.num_labels)
         if label >= classes:
             raise ModelError(f"reward.process.label is {label}, and the model has {classes} classes, from 0")
-        self.model, self.tokenizer, self.label = model, tokenizer, label
-        self.separator = self._encode(separator)
-        if not self.separator:
-            raise ModelError("reward.process.model_separator has no token of the model's tokenizer")
+        try:
+            self.encoder = StepEncoder(tokenizer, separator)
+        except DataError as error:
+            raise ModelError("reward.process.model_separator has no token of the model's tokenizer") from error
+        self.model, self.label = model, label
 
     @torch.no_grad()
     def __call__(self, prompt: str, steps: list[str], row: Mapping[str, Any]) -> Sequence[float]:
         """Return the probability of the class for each step."""
-        start = self.tokenizer.bos_token_id
-        ids = [*([] if start is None else [start]), *self._encode(prompt)]
-        places = []
-        for step in steps:
-            ids += [*self._encode(step), *self.separator]
-            places.append(len(ids) - 1)
-        logits = self.model(input_ids=torch.tensor([ids], device=self.model.device)).logits[0, places]
+        encoded = self.encoder.encode(prompt, steps)
+        ids = torch.tensor([encoded.prompt + encoded.completion], device=self.model.device)
+        places = [len(encoded.prompt) + end for end in encoded.ends]
+        logits = self.model(input_ids=ids).logits[0, places]
         probabilities: list[float] = logits.float().softmax(dim=1)[:, self.label].tolist()
         return probabilities
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
 
 def load_step_model(config: ModelProcess, *, device: torch.device) -> StepModel:
-    """Load a token-classification model and its tokenizer.
+    """Load a token-classification model and its tokenizer, from a run's folder, a model's folder or the hub.
 
     Raises:
         ModelError: there is none, or it has not the class that is asked for.
     """
+    path = model_folder(config.path)
     try:
-        model = AutoModelForTokenClassification.from_pretrained(config.path)
+        model = AutoModelForTokenClassification.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{config.path}: no token-classification model could be loaded: {error}") from error
+    separator = config.model_separator or getattr(model.config, SEPARATOR, None) or LINE_BREAK
     model = model.to(device).eval()
-    return StepModel(model, load_tokenizer(config.path), label=config.label, separator=config.model_separator)
+    return StepModel(model, load_tokenizer(path), label=config.label, separator=separator)
+
+
+def save_step_model(
+    model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, separator: str
+) -> None:
+    """Save a scalar-head model as the token-classification model with the same probabilities, and its tokenizer.
+
+    The logits of the classes wrong and right are (0, s) for the score s, so that softmax gives σ(s) for right. Weights
+    are in the dtype that they have in memory.
+
+    Raises:
+        ModelError: transformers has no token classifier for this type of model.
+    """
+    config = copy.deepcopy(model.classifier.config)
+    config.num_labels = len(LABELS)
+    config.id2label, config.label2id = dict(LABELS), {name: number for number, name in LABELS.items()}
+    setattr(config, SEPARATOR, separator)
+    try:
+        classifier = AutoModelForTokenClassification.from_config(config, dtype=model.classifier.dtype)
+    except ValueError as error:
+        raise ModelError(
+            f"transformers has no token classifier for models of type {config.model_type}: take another model.model"
+        ) from error
+    head = getattr(classifier, "score", None)
+    if not isinstance(head, torch.nn.Linear):
+        raise ModelError(f"{type(classifier).__name__} keeps its head elsewhere than in `score`; not supported")
+    classifier.base_model.load_state_dict(model.classifier.base_model.state_dict())
+    with torch.no_grad():
+        head.weight.zero_()
+        head.weight[1] = model.head.weight[0].to(head.weight)
+        if head.bias is not None:
+            head.bias.zero_()
+            if model.head.bias is not None:
+                head.bias[1] = model.head.bias[0].to(head.bias)
+    classifier.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Rewards of the steps of a completion, besides its score: a function of yours, or a token-classification model.
+"""Rewards of the steps or tokens of a completion, besides its score: a function, or a token-classification model.
 
     reward: {source: ..., process: {type: function, target: "my_steps.py:grade"}}
 
@@ -40,6 +40,11 @@ class ProcessReward(Choice):
     weight: float = 1.0
     """Factor of the rewards."""
 
+    @property
+    def rewards_tokens(self) -> bool:
+        """Return whether it is given tokens in place of steps, and returns a number for each."""
+        return False
+
     @abstractmethod
     def build(self, load_model: Callable[[Any], GradeSteps]) -> GradeSteps:
         """Return what grades the steps of a completion; `load_model` loads the model that a section names.
@@ -70,6 +75,13 @@ class FunctionProcess(ProcessReward):
     type: Literal["function"] = "function"
     target: str
     """module:function, or path/to/file.py:function."""
+    per: Literal["step", "token"] = "step"
+    """token: the function gets the texts of the tokens in place of the steps, and rewards each of them."""
+
+    @property
+    def rewards_tokens(self) -> bool:
+        """Return whether it rewards tokens."""
+        return self.per == "token"
 
     def check(self) -> None:
         """Import the function.
@@ -109,11 +121,12 @@ class ModelProcess(ProcessReward):
 
     type: Literal["model"] = "model"
     path: str
-    """The folder or hub id of the model, with its tokenizer."""
+    """The run of `rlhf reward` with the section process, or the folder or hub id of a model with its tokenizer."""
     label: Annotated[int, Ge(0)] = 1
     """The class whose probability is the reward."""
-    model_separator: str = "\n"
-    """What follows a step in the model's training data."""
+    model_separator: str | None = None
+    """What follows a step in the model's training data. null: what its config.json says, as `rlhf reward` writes it, or
+    a line break."""
 
     def model_paths(self) -> Mapping[str, str]:
         """Return the path, by its field."""
@@ -148,7 +161,10 @@ class ProcessGrader:
         rewards = torch.zeros(completions.completion_ids.shape)
         prompt_ids, completion_ids = unpadded_ids(completions)
         for row, (prompt, ids) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
-            places, steps = find_steps(ids, self._decode, self.settings.separator)
+            if self.settings.rewards_tokens:
+                places, steps = list(range(len(ids))), [self._decode([token]) for token in ids]
+            else:
+                places, steps = find_steps(ids, self._decode, self.settings.separator)
             if not steps:
                 continue
             reference = completions.references[row]

@@ -254,7 +254,8 @@ rescue/by_hint_1      | count    | rescue: prompts that the first hint rescued
 rescue/by_hint_2      | count    | rescue: prompts that the second hint rescued
 rescue/by_hint_3      | count    | rescue: prompts that the third hint rescued
 rescue/by_hint_4      | count    | rescue: prompts that the fourth hint rescued
-rescue/without_hint   | count    | rescue: failed prompts without a usable hint: no text, or too long with it
+rescue/due            | count    | rescue.after: prompts of the step that are due a hint since they failed before
+rescue/without_hint   | count    | rescue: prompts to be given a hint that have none: no text, or too long with it
 rescue/hinted_tokens  | share    | rescue: completion tokens of the step that were sampled with a hint
     chart/completions: 10 Tokens sampled with a hint
 rescue/weight         | -        | rescue: mean importance weight of hinted tokens, after truncation or shaping
@@ -268,6 +269,11 @@ rescue/waiting        | count    | rescue: prompts that wait for a replay after 
     chart/completions: 11 Prompts waiting for a replay
 rescue/given_up       | count    | rescue: prompts given up after replay.limit replays, since the start
     better: lower
+curriculum/passed_over | count   | curriculum: prompts of the shuffled epochs that the step passed over
+    chart/completions: 13 Prompts passed over
+curriculum/known      | share    | curriculum: prompts of the data whose success rate is known
+curriculum/rate       | share    | curriculum: mean success rate of these prompts
+    chart/completions: 14 Success rate of the prompts
 env/return            | score    | mean over episodes of the summed rewards of their turns, before shaping
     better: higher; chart/environment: 1 Return of an episode
 env/turns             | count    | mean number of actions of an episode
@@ -330,6 +336,13 @@ preference/rejected_logprob | nats | log-probability of rejected (undesirable) c
     held_out: eval/rejected_logprob; chart/preferences: 2
 preference/baseline   | nats     | KTO's z0: mean log-ratio to the reference of mismatched completions, at least 0
     chart/preferences: 8 KTO's z0; progress/preference: 6
+loss/process          | nats     | process reward model: cross-entropy of the label of a step
+    label: loss; held_out: eval/process_loss; better: lower; chart/reward-model: 2; progress/reward_model: 5
+process/accuracy      | share    | process reward model: steps whose probability and label are on the same side of 1/2
+    label: accuracy; held_out: eval/process_accuracy; better: higher; chart/reward-model: 1;
+    progress/reward_model: 6; headline: 8 Accuracy on training steps
+process/errors_found  | share    | process reward model: wrong steps whose probability to be right is at most 1/2
+    held_out: eval/process_errors_found; better: higher; chart/reward-model: 6 Wrong steps found
 rm/accuracy           | share    | pairs whose chosen side scores higher
     label: accuracy; held_out: eval/rm_accuracy; better: higher; chart/reward-model: 1 Accuracy;
     progress/reward_model: 2; headline: 5 Accuracy on training pairs
@@ -414,6 +427,12 @@ eval/chosen_logprob   | nats     | log-probability of held-out chosen (desirable
     chart/preferences: 6 Held-out log-probability
 eval/rejected_logprob | nats     | log-probability of held-out rejected (undesirable) completions, summed over tokens
     chart/preferences: 6
+eval/process_loss     | nats     | held-out cross-entropy of the label of a step
+    better: lower; chart/reward-model: 2; tile: 10 Held-out step loss, nats
+eval/process_accuracy | share    | held-out steps whose probability and label are on the same side of 1/2
+    better: higher; chart/reward-model: 1; progress/reward_model: 7; headline: 9 Accuracy on held-out steps; summary: 9
+eval/process_errors_found | share | held-out wrong steps whose probability to be right is at most 1/2
+    better: higher; chart/reward-model: 6
 eval/rm_accuracy      | share    | held-out pairs whose chosen side scores higher
     better: higher; chart/reward-model: 1; progress/reward_model: 4; headline: 2 Accuracy on held-out pairs; summary: 7
 eval/rm_disagreement  | score    | ensemble: held-out mean over pairs of the members' std of chosen - rejected

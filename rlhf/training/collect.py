@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf.algo.advantages import fill_missing, uniform_groups
 from rlhf.algo.masked import Mean
-from rlhf.algo.selection import failed_groups
+from rlhf.algo.selection import failed_groups, success_shares
 from rlhf.algorithms.online import Online
 from rlhf.algorithms.rescue import Rescue
 from rlhf.batching import concat, extend
@@ -49,6 +49,7 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
             run.algorithm,
             group_size=size,
             hinted=no_hints if run.queue is None else run.queue.hinted,
+            due=None if run.queue is None else run.queue.due(),
         )
         collected = leave_out_unscored(collected)
     except NonFiniteScores as error:
@@ -149,6 +150,7 @@ def collect(
     *,
     group_size: int,
     hinted: Hinted = no_hints,
+    due: Int[Tensor, " N"] | None = None,
 ) -> Collected:
     """Collect `group_size` scored completions of every prompt, or of other prompts that replace it.
 
@@ -160,15 +162,20 @@ def collect(
             there are greedy baselines.
         group_size: completions per prompt.
         hinted: returns the prompts with a hint in them, for the rescue.
+        due: the number of the hint that each prompt is given in this step (rescue.after); 0 and None: none.
     """
     batch = draw(prompts, group_size=group_size)
     metrics = cost_metrics(batch[1])
     unused: list[Completions] = []
     if algorithm.refill_rounds > 0 or algorithm.rescue is not None:
         metrics.update({"score/first_draw": Mean.of(reward_of(batch[1]))})
+    shares = success_shares(batch[1].values, group_size, solved_above=algorithm.solved_above)
     rescue = _no_rescue(batch, len(prompts))
     if algorithm.rescue is not None:
-        rescue = _rescue_failed_groups(prompts, batch, draw, hinted, algorithm.rescue)
+        if algorithm.rescue.after == 0:
+            rescue = _rescue_failed_groups(prompts, batch, draw, hinted, algorithm.rescue)
+        else:
+            rescue = _hint_due_groups(prompts, batch, draw, hinted, algorithm.rescue, due)
         batch, unused = rescue.batch, rescue.unused
         metrics.merge(rescue.metrics)
     if algorithm.refill_rounds > 0:  # a rescued group has a failure and a success, so it is not replaced
@@ -194,6 +201,7 @@ def collect(
         hinted=rescue.hinted,
         failed=rescue.failed,
         rescued=rescue.rescued,
+        shares=shares,
         extra=extra,
         metrics=metrics,
     )
@@ -300,6 +308,50 @@ def _rescue_failed_groups(prompts: Prompts, batch: Batch, draw: Draw, hinted: Hi
         hinted=is_hinted,
         failed=failed,
         rescued=rescued_by > 0,
+        hint_tokens=hint_tokens,
+        metrics=metrics,
+    )
+
+
+def _hint_due_groups(
+    prompts: Prompts, batch: Batch, draw: Draw, hinted: Hinted, config: Rescue, due: Int[Tensor, " N"] | None
+) -> _Rescued:
+    """Sample a part of the groups that are due with their hint, whatever comes of it.
+
+    Who gets a hint, and which rows are replaced, does not depend on what this step draws: a row of the plain prompt and
+    a weighted row of the hinted one have the same expectation, so that of the step is the plain one.
+    """
+    size = batch[0].group_size
+    per_group = config.hinted_per_group(size)
+    failed = failed_groups(batch[1].values, size, solved_above=config.solved_above)
+    due = torch.zeros(len(failed), dtype=torch.long) if due is None else due
+    given, rescued = torch.zeros_like(due), torch.zeros_like(failed)
+    is_hinted, unused, hint_tokens = torch.zeros(len(batch[0]), dtype=torch.bool), list[Completions](), 0
+    for number in range(1, len(config.hints) + 1):
+        asked, has_hint = hinted(number)
+        groups = ((due == number) & has_hint).nonzero().flatten()
+        if len(groups) == 0:
+            continue
+        plain, with_hint = prompts.rows(groups), asked.rows(groups)
+        drawn = draw(plain, "rescue", number, group_size=per_group, asked=with_hint)
+        hint_tokens += per_group * int(with_hint.prompt_mask.sum() - plain.prompt_mask.sum())
+        given[groups] = number
+        rescued[groups] = ~failed_groups(drawn[1].values, per_group, solved_above=config.solved_above)
+        batch, replaced, rows = _replace_last_of_groups(batch, drawn, groups, torch.ones(len(groups), dtype=torch.bool))
+        unused.append(replaced)
+        is_hinted[rows] = True
+    metrics = Metrics({"rescue/failed": Mean.of(failed)})
+    for number in range(1, len(config.hints) + 1):
+        metrics.add(f"rescue/by_hint_{number}", float((rescued & (given == number)).sum()))
+    metrics.add("rescue/rescued", float(rescued.sum()))
+    metrics.add("rescue/due", float((due > 0).sum()))
+    metrics.add("rescue/without_hint", float(((due > 0) & (given == 0)).sum()))
+    return _Rescued(
+        batch=batch,
+        unused=unused,
+        hinted=is_hinted,
+        failed=failed,
+        rescued=rescued,
         hint_tokens=hint_tokens,
         metrics=metrics,
     )

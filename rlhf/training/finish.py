@@ -12,7 +12,7 @@ from rlhf.types import Rollout
 def finish_step(run: OnlineRun, step: int, rollout: Rollout, collected: Collected, metrics: Metrics) -> None:
     """Update the KL coefficients and the moving average, count the completions, and report the step."""
     if run.queue is not None:
-        metrics.merge(run.queue.finish(collected.failed, collected.rescued))
+        metrics.merge(run.queue.finish(collected.failed, collected.rescued, collected.shares))
     update_coefficients(run, metrics, len(rollout), step)
     if run.ema is not None:
         run.ema.update()

@@ -44,7 +44,7 @@ class OnlineRun:
     config: OnlineConfig
     session: Session
     prompts: Callable[[int], Prompts]  # the prompts of a step
-    queue: PromptQueue | None  # replays unsolved prompts (algorithm.rescue), and has the prompts with hints
+    queue: PromptQueue | None  # deals prompts by what became of them (algorithm.rescue, curriculum)
     refill: Callable[[int], Prompts]  # as many other prompts; rounds count from 1 over the whole run
     ptx: Callable[[int, int], Demonstrations] | None  # those mixed into an optimizer step (PPO-ptx), by step and number
     sampler: Sampler

@@ -45,7 +45,8 @@ class Collected:
     baselines: Float[Tensor, " B"]  # score of the prompt's greedy completion; zero if none was sampled
     hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt; sampler_logprobs are then those with it
     failed: Bool[Tensor, " N"]  # prompts of which no completion without a hint succeeded; none where rescue is off
-    rescued: Bool[Tensor, " N"]  # those of them of which one with a hint did
+    rescued: Bool[Tensor, " N"]  # prompts of which one with a hint did
+    shares: Float[Tensor, " N"]  # of each prompt's completions without a hint, those that succeeded; NaN: no score
     extra: int  # completions that were sampled but are not trained on
     metrics: Metrics
 
@@ -240,9 +241,10 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
             }
         )
     if models.has_critic:
-        metrics.update({"critic/value": Mean.of(experience.values, mask)})
-        metrics.update({"critic/return": Mean.of(experience.returns, mask)})
-        variance = explained_variance(experience.values, experience.returns, mask)
+        plain = mask & ~experience.hinted[:, None]
+        metrics.update({"critic/value": Mean.of(experience.values, plain)})
+        metrics.update({"critic/return": Mean.of(experience.returns, plain)})
+        variance = explained_variance(experience.values, experience.returns, plain)
         metrics.add("critic/explained_variance", variance)
     return metrics
 
@@ -401,7 +403,7 @@ def _hint_metrics(experience: Experience) -> Metrics:
     """Compute the share of tokens that were sampled with a hint, and their importance weights."""
     live = experience.completion_mask & experience.hinted[:, None]
     metrics = Metrics({"rescue/hinted_tokens": Mean(float(live.sum()), float(experience.completion_mask.sum()))})
-    if live.any():
+    if live.any() and experience.hint_weights is not None:
         metrics.update({"rescue/weight": Mean.of(experience.hint_weights, live)})
         metrics.add("rescue/weight_ess", effective_sample_share(experience.hint_weights, live))
     return metrics

@@ -63,6 +63,8 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("epochs-beyond-ppo", PPO, ["batch.epochs=31", "algorithm.target_kl=0.02"],
      ["batch.epochs=30", "algorithm.target_kl=0.02"], UNKNOWN),
     ("target-kl", PPO, ["algorithm.target_kl=1"], ["algorithm.target_kl=0.1"], UNKNOWN),
+    ("curriculum-floor", PPO, ["algorithm.curriculum={type: variance, floor: 0.001}"],
+     ["algorithm.curriculum={type: variance, floor: 0.01}"], UNKNOWN),
     ("advantages-not-normalized", PPO, ["algorithm.advantage.whiten=false"],
      ["algorithm.advantage.whiten=true"], UNKNOWN),
     ("discount", PPO, ["algorithm.advantage.gamma=0.95"], ["algorithm.advantage.gamma=0.99"], UNKNOWN),

@@ -240,8 +240,8 @@ ADVANTAGES = [
     Mutant(
         name="hint-weights-not-applied",
         file="rlhf/experience.py",
-        before="        advantages = advantages * weights\n",
-        after="",
+        before="        advantages = advantages * rollout.hint_weights\n",
+        after="        pass\n",
         why="completions with a hint are learned from as if the plain prompt had given them",
         tests=("tests/algo/test_rescue_weights.py",),
     ),

@@ -200,8 +200,8 @@ POLICY_LOSSES = [
     Mutant(
         name="kl-of-hinted-tokens-unweighted",
         file="rlhf/objective.py",
-        before="penalty = micro.hint_weights * kl_estimate(",
-        after="penalty = kl_estimate(",
+        before="penalty = micro.hint_weights * penalty",
+        after="penalty = 1.0 * penalty",
         why="the KL loss is estimated from tokens that another distribution drew",
         tests=("tests/algo/test_rescue_weights.py",),
     ),

@@ -65,6 +65,19 @@ def test_rewards_stand_at_the_last_token_of_each_step() -> None:
     assert rewards.tolist() == [[0, 2.5, 0, 1, 0], [1, 0, 0, 0, 0]]
 
 
+def test_a_function_may_reward_each_token() -> None:
+    seen = []
+
+    def grade(prompt: str, tokens: list[str], row: Mapping[str, Any]) -> list[float]:
+        seen.append(tokens)
+        return [float(number) for number in range(len(tokens))]
+
+    batch = completions_of([[7], [8]], [[3, 9, 5, EOS], [6, EOS]])
+    rewards = grader(grade, per="token", weight=2.0)(replace(batch, references=({}, {})))
+    assert seen == [["t3", "t9", "t5", ""], ["t6", ""]]  # a special token has no text
+    assert rewards.tolist() == [[0, 2, 4, 6], [0, 2, 0, 0]]
+
+
 @pytest.mark.parametrize("grades", [[1.0], [1.0, float("nan")], []])
 def test_a_step_without_a_grade_is_an_error(grades: list[float]) -> None:
     batch = completions_of([[7]], [[3, 9, 5, EOS]])

@@ -72,7 +72,10 @@ def test_no_metric_is_twice_in_a_view_and_every_field_is_known() -> None:
             "cost/mean lagrange/multiplier kl/teacher",
         ),
         ("sft", "loss/sft loss/accuracy policy/grad_norm policy/lr eval/loss eval/score kl/teacher"),
-        ("reward_model", "loss/rm rm/accuracy policy/grad_norm eval/rm_accuracy"),
+        (
+            "reward_model",
+            "loss/rm rm/accuracy policy/grad_norm eval/rm_accuracy loss/process process/accuracy eval/process_accuracy",
+        ),
         (
             "preference",
             "loss/preference preference/accuracy preference/margin eval/preference_accuracy eval/score "

@@ -42,6 +42,7 @@ PART_OF_THE_RUN = (
     "algorithm*",
     "loss*",
     "ensemble*",
+    "process*",
     "calibration*",
     "reference.weights",
     "eval.source*",

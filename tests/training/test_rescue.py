@@ -16,7 +16,7 @@ from tiny_models import completions_of
 
 from rlhf.algo.selection import failed_groups
 from rlhf.algorithms.online import Online
-from rlhf.algorithms.rescue import Hint, ReplayConfig
+from rlhf.algorithms.rescue import Hint, Rescue
 from rlhf.config.files import merge
 from rlhf.config.load import train_config
 from rlhf.data.prompts import PromptSet
@@ -152,7 +152,10 @@ def queue(limit: int = 2, share: float = 0.5, until: str = "plain", count: int =
     ids = tuple([i] for i in range(count))
     references = tuple({"prompt": str(i)} for i in range(count))
     rows = PromptSet(ids, references, 0, RowCounts("made up", fatal=False))
-    return PromptQueue(rows, 4, 7, ReplayConfig.model_validate({"limit": limit, "share": share, "until": until}))
+    rescue = Rescue.model_validate(
+        {"hints": [{"column": "hint"}], "replay": {"limit": limit, "share": share, "until": until}}
+    )
+    return PromptQueue(rows, 4, 7, rescue=rescue)
 
 
 def dealt(prompt_queue: PromptQueue) -> list[int]:
@@ -352,7 +355,12 @@ def test_a_resumed_run_replays_what_the_uninterrupted_one_does(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"algorithm": {"preset": "ppo", **RESCUE["algorithm"]}}, "needs advantage.type=group"),
+        ({"algorithm": {"preset": "reinforce_pp", **RESCUE["algorithm"]}}, "needs a baseline of the prompt"),
+        (
+            {"algorithm": {"preset": "ppo", "advantage": {"whiten_over": "minibatch"}, **RESCUE["algorithm"]}},
+            "algorithm.advantage.whiten_over=step",
+        ),
+        ({"algorithm": {"curriculum": {"solved_above": 0.5}}}, "set both to the same score"),
         ({"sampling": {"old_log_probs": "sampler"}}, "needs log-probabilities under the prompt without the hint"),
         ({"overlap": {"ahead": True}}, "overlap.ahead is incompatible with algorithm.rescue"),
         ({"data": {"prompts": {"first_tokens": 2}}}, "leave one of the two out"),
