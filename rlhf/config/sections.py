@@ -623,7 +623,6 @@ class OnlineConfig(TrainSections):
                 "the greedy episode would meet another instance of the task; use rloo, grpo or ppo",
             ),
             "reward.process": (self.reward.process is not None, "give the reward of each turn in step"),
-            "sampling.backend=server": (self.sampling.backend == "server", "set sampling.backend=auto"),
             "algorithm.rescue": (algorithm.rescue is not None, "give the hint as the first observation"),
             "overlap.ahead": (self.overlap.ahead, "set overlap.ahead=false"),
             "overlap.reward_parts": (self.overlap.reward_parts > 1, "set overlap.reward_parts=1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,18 +53,20 @@ def build_sampler(
         ConfigError: the environment cannot be made, or the chat template rewrites earlier turns.
     """
     ends = stop_token_ids(tokenizer, config.data.chat_format, eos_ids(models.policy, tokenizer))
+    sampler: Sampler
     if servers is not None:
-        return ServedSampler(servers, models, config.sampling, eos_ids=ends, pad_id=pad_id(tokenizer))
-    sampler = make_sampler(
-        models.policy,
-        config.sampling,
-        eos_ids=ends,
-        pad_id=pad_id(tokenizer),
-        dtype=config.policy.dtype,
-        device=models.device,
-        engine=models.engine,
-        warn=warn,
-    )
+        sampler = ServedSampler(servers, models, config.sampling, eos_ids=ends, pad_id=pad_id(tokenizer))
+    else:
+        sampler = make_sampler(
+            models.policy,
+            config.sampling,
+            eos_ids=ends,
+            pad_id=pad_id(tokenizer),
+            dtype=config.policy.dtype,
+            device=models.device,
+            engine=models.engine,
+            warn=warn,
+        )
     if config.environment is None:
         return sampler
     return make_episode_sampler(
@@ -74,6 +77,7 @@ def build_sampler(
         context=context_length(models.policy),
         ranks=models.engine.ranks,
         plugins=config.plugins,
+        steady=nullcontext if servers is None else servers.steady,
     )
 
 

@@ -81,6 +81,7 @@ class ServerPool:
         self._prompts: list[list[int]] = []  # the canary's: the same for the whole run, so that stale caches show
         self._lock = threading.RLock()
         self._asked_again, self._canary = 0, 0.0
+        self._is_steady = self._is_current = False
 
     @property
     def version(self) -> str | None:
@@ -99,9 +100,24 @@ class ServerPool:
         with self._lock:
             if not self._prompts:
                 self._prompts = [list(ids) for ids in prompts[: self.config.canary.prompts]]
-            with self.phase("push"):
-                self._update(policy)
+            if not self._is_current:
+                with self.phase("push"):
+                    self._update(policy)
+                self._is_current = self._is_steady
             yield
+
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        """Look for changed weights once in the body, and keep others from changing those of the servers in it.
+
+        The policy must not change in the body, as between the turns of an episode.
+        """
+        with self._lock:
+            self._is_steady, self._is_current = True, False
+            try:
+                yield
+            finally:
+                self._is_steady = self._is_current = False
 
     def _update(self, policy: PushedPolicy) -> None:
         """Find out what has changed since the last push, write it, and push it to the servers that answer."""
