@@ -309,6 +309,9 @@ class OverlapConfig(Section):
     ahead: bool = False
     """Sample each step's completions during the previous update, from the policy before that update: one step
     off-policy, corrected by importance weights (ratio_cap). Needs memory for one more copy of the policy."""
+    ahead_steps: Annotated[int, Field(ge=1, le=4)] = 1
+    """With ahead: how many steps before its own update a step is sampled, and so how many updates old its policy is.
+    More than 1 evens out steps that take longer to sample than others; each may need one more copy of the policy."""
     ratio_cap: Positive = 2.0
     """With ahead: each token's advantage is multiplied by pi_old / pi_sampler, truncated at this value (truncated
     importance sampling, Espeholt et al. 2018)."""
@@ -321,6 +324,10 @@ class OverlapConfig(Section):
         if self.trace_cap is not None:
             self._check_trace(algorithm)
         if not self.ahead:
+            if self.ahead_steps > 1:
+                raise ValueError(
+                    "overlap.ahead_steps is read with overlap.ahead=true alone: set that, or leave it at 1"
+                )
             return
         if algorithm.advantage.chooses_rows or algorithm.advantage.needs_greedy:
             raise ValueError(
@@ -334,6 +341,11 @@ class OverlapConfig(Section):
             raise ValueError("overlap.ahead samples each step as a whole: set overlap.reward_parts=1")
         if old_log_probs == "sampler":
             raise ValueError("overlap.ahead needs the trainer's own log-probabilities: set sampling.old_log_probs=auto")
+
+    @property
+    def copies(self) -> int:
+        """Return how many copies of the policy's weights sampling ahead may need."""
+        return self.ahead_steps if self.ahead else 0
 
     def _check_trace(self, algorithm: Online) -> None:
         if not self.ahead:

@@ -94,7 +94,7 @@ class Layout:
     """The rows decoded together."""
     copies_policy: bool = False
     """Whether the sampler has a copy of the policy's weights."""
-    ahead: bool = False
+    ahead: int = 0
     steps: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -299,7 +299,7 @@ class _Planner:
             score=score,
             rollout=share_of_step.of(min(sampling.batch_size, share_of_step.rows)),
             copies_policy=sampling.backend != "hf" and roles[0].shape.is_written_out,
-            ahead=config.overlap.ahead,
+            ahead=config.overlap.copies,
             steps=config.schedule.steps,
         )
 

@@ -30,6 +30,11 @@ PRESETS = {
     "remax": ["algorithm.preset=remax", "batch.epochs=1", "batch.minibatches=1"],
     "lora": ["algorithm.preset=grpo", "sampling.completions_per_prompt=4", "policy.lora.r=2", "policy.lr=0.1"],
     "ahead": ["algorithm.preset=ppo", "overlap.ahead=true"],
+    "three ahead": [
+        "algorithm.preset=grpo",
+        "sampling.completions_per_prompt=4",
+        "overlap={ahead: true, ahead_steps: 3}",
+    ],
 }
 
 
