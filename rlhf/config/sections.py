@@ -220,7 +220,7 @@ def _uncorrected_server(sampling: SamplingConfig, facts: Facts) -> str | None:
 
 
 class SamplingConfig(Section):
-    """Sampling of completions, from the full distribution, so that importance ratios and KL are exact."""
+    """Sampling of completions. Importance ratios and KL are exact also where top_k, top_p or min_p leave tokens out."""
 
     lint_rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -251,6 +251,13 @@ class SamplingConfig(Section):
     temperature: Positive = 1.0
     """Divides the logits in sampling and in all log-probabilities of sampled completions. Losses on data sets (SFT, the
     DPO family, the ptx term) always use temperature 1."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample from this many of the likeliest tokens; 0: from all. What top_k, top_p and min_p leave is kept with the
+    completions, and all log-probabilities are those among the tokens left (docs/vllm.md)."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that together have this probability; 1: from all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample from the tokens with at least this share of the largest probability; 0: from all."""
     batch_size: Count = 256
     """Rows decoded together per process; affects memory only."""
     old_log_probs: OldLogProbs = "auto"
@@ -266,6 +273,12 @@ class SamplingConfig(Section):
         return {"type": value} if isinstance(value, str) else value
 
     @property
+    def leaves_out(self) -> str | None:
+        """Return the first setting that leaves tokens out, as key=value; None: all tokens may be drawn."""
+        settings = (("top_k", self.top_k, 0), ("top_p", self.top_p, 1.0), ("min_p", self.min_p, 0.0))
+        return next((f"sampling.{name}={value:g}" for name, value, off in settings if value != off), None)
+
+    @property
     def corrects(self) -> bool:
         """Return whether importance weights are asked for, which need the trainer's own log-probabilities."""
         return self.correction is not None and not self.correction.is_off
@@ -278,6 +291,12 @@ class SamplingConfig(Section):
             raise ValueError(
                 "sampling.backend is server, but no server is named: set sampling.server.urls=[http://127.0.0.1:8001] "
                 "(rlhf serve-policy), or sampling.backend=auto"
+            )
+        if self.leaves_out is not None and not self.server.returns_support:
+            raise ValueError(
+                f"{self.leaves_out} leaves tokens out, and sampling.server.type={self.server.type} does not return "
+                "which: log-probabilities would be wrong by the probability left out. Lower sampling.temperature "
+                "instead, or use sampling.server.type=rlhf"
             )
         if splits_weights:
             raise ValueError(
@@ -583,6 +602,7 @@ class OnlineConfig(TrainSections):
                 "sampling.correction and overlap.trace_cap both weight stale completions: leave one of them null"
             )
         self.sampling.check_correction(rescues=self.algorithm.rescue is not None)
+        self._check_support()
         self.data.check_ptx(self.algorithm.ptx_coef)
         if self.algorithm.rescue is not None:
             prompts = self.data.prompts
@@ -608,6 +628,25 @@ class OnlineConfig(TrainSections):
         self._check_episodes()
         self.reward.check_cost(self.algorithm)
         return self
+
+    def _check_support(self) -> None:
+        """Check that nothing reads whole distributions where top_k, top_p or min_p leave tokens out of sampling."""
+        setting = self.sampling.leaves_out
+        if setting is None:
+            return
+        loss = self.algorithm.policy_loss
+        for other, is_on in (
+            ("environment", self.environment is not None),
+            ("algorithm.rescue", self.algorithm.rescue is not None),
+            (f"algorithm.preset={self.algorithm.name}", loss.pair_loss is not None or loss.searches),
+            ("the teacher of the loss", self.algorithm.compares_with_teacher),
+            (f"sharding={self.sharding.mode}", self.sharding.stage == 3),
+        ):
+            if is_on:
+                raise ValueError(
+                    f"{setting} cannot be combined with {other}, which reads log-probabilities among all tokens: "
+                    "remove it, and lower sampling.temperature instead"
+                )
 
     def _check_episodes(self) -> None:
         """Check what episodes cannot be combined with, and leave cut ones out of the loss if that is asked for."""

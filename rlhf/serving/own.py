@@ -20,6 +20,7 @@ class OwnServer(Server):
     """
 
     takes_changes: ClassVar[bool] = True
+    returns_support: ClassVar[bool] = True
 
     type: Literal["rlhf"] = "rlhf"
 
@@ -35,6 +36,7 @@ class OwnServer(Server):
             "logprobs": 0,
             "return_token_ids": True,
             **EXACT,
+            **ask.limits,
             "rlhf": {
                 "rows": list(ask.rows),
                 "width": ask.width,
@@ -42,12 +44,16 @@ class OwnServer(Server):
                 "pad_id": ask.pad_id,
                 "batch_size": ask.batch_size,
                 "frozen": ask.frozen,
+                "support": bool(ask.limits),
             },
         }
         answer = http.post("/v1/completions", body)
-        read = [read_choice(choice) for choice in choices_of(answer, len(ask.prompts) * ask.group_size)]
-        ids, logprobs, prompts = (list(column) for column in zip(*read, strict=True))
-        return Answer(ids=ids, logprobs=logprobs, prompts=prompts, version=answer.get("weight_version"))
+        choices = choices_of(answer, len(ask.prompts) * ask.group_size)
+        ids, logprobs, prompts = (list(column) for column in zip(*map(read_choice, choices), strict=True))
+        supports = [str(choice["support"]) for choice in choices] if ask.limits else None
+        return Answer(
+            ids=ids, logprobs=logprobs, prompts=prompts, version=answer.get("weight_version"), supports=supports
+        )
 
     def score(self, http: JsonHttp, ids: list[int], *, adapted: bool) -> list[float]:
         """Ask for prompt_logprobs."""

@@ -48,6 +48,8 @@ class Server(Choice):
 
     takes_changes: ClassVar[bool] = False
     """Whether a push may hold only the tensors that have changed."""
+    returns_support: ClassVar[bool] = False
+    """Whether answers say which tokens could be drawn, where sampling leaves some out."""
 
     type: str
     urls: Annotated[list[str], Field(min_length=1)]

@@ -152,6 +152,7 @@ def _as_saved(step: int, completions: Completions, updates: int) -> dict[str, An
         "sampler_logprobs": completions.sampler_logprobs,
         "finished": completions.finished,
         "group_size": completions.group_size,
+        "sampler_support": completions.sampler_support,
     }
 
 
