@@ -290,7 +290,7 @@ class SamplingConfig(Section):
         if self.server is None:
             raise ValueError(
                 "sampling.backend is server, but no server is named: set sampling.server.urls=[http://127.0.0.1:8001] "
-                "(rlhf serve-policy), or sampling.backend=auto"
+                "(rlhf serve-policy), sampling.server.launch={} to start one, or sampling.backend=auto"
             )
         if self.leaves_out is not None and not self.server.returns_support:
             raise ValueError(

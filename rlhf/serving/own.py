@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from rlhf.serving.http import JsonHttp
 from rlhf.serving.routes import EXACT, Answer, Ask, choices_of, read_choice, score
-from rlhf.serving.server import Push, Server
+from rlhf.serving.server import Launch, Push, Server
 
 SHORT_S = 30.0  # for what takes no computation
 
@@ -23,6 +24,13 @@ class OwnServer(Server):
     returns_support: ClassVar[bool] = True
 
     type: Literal["rlhf"] = "rlhf"
+
+    def command(self, launch: Launch) -> list[str]:
+        """Start this package's server, with the trainer's threads: the last bits depend on them."""
+        program = self.launch.program if self.launch is not None else None
+        command = [program or sys.executable, "-m", "rlhf", "serve-policy", launch.model, "--port", str(launch.port)]
+        command += ["--dtype", launch.dtype, "--device", launch.device, "--threads", str(launch.threads)]
+        return command if self.token_env is None else [*command, "--token-env", self.token_env]
 
     def generate(self, http: JsonHttp, ask: Ask) -> Answer:
         """Complete all prompts in one request, with the keys of their draws."""
