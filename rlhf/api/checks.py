@@ -269,19 +269,13 @@ def _settings_of_run(config: TrainConfig, kind: type[Suite]) -> Tree:
     source = config.eval.source or (config.reward.source if config.reward else None)
     sampled = ("temperature", "batch_size", *(() if kind.has_own_length else ("max_new_tokens",)))
     settings = {
-        "seed": config.run.seed,
-        "device": config.run.device,
-        "dtype": config.policy.dtype,
-        "trust_remote_code": config.policy.trust_remote_code,
-        "chat_template": config.data.chat_template,
-        "chat_template_kwargs": config.data.chat_template_kwargs,
-        "system": config.data.system,
         "sampling": {key: getattr(config.sampling, key) for key in sampled},
         "reference": config.reference.model or config.policy.model,
         "source": None if source is None else source.model_dump(mode="json"),
         "beta": getattr(loss, "beta", None) if loss is not None and loss.needs_reference else None,
     }
-    return {key: value for key, value in settings.items() if key in kind.model_fields and value is not None}
+    given = {key: value for key, value in settings.items() if key in kind.model_fields and value is not None}
+    return kind.settings_of(config) | given
 
 
 def _nested(key: str, value: object) -> Tree:

@@ -43,7 +43,8 @@ def suites_of(suites: Mapping[str, Json], train: TrainConfig, proxy: Source | No
 
     Args:
         suites: the settings that the comparison gives.
-        train: the configuration of the cell's run; its seed, device, dtype and chat template hold for the suites too.
+        train: the configuration of the cell's run; its seed, device, dtype, chat template and system message hold for
+            the suites too.
         proxy: the reward that is trained on, by which best-of-n picks.
         n: the n of a best-of-n arm, whose suites are those that can draw several answers and keep one; None otherwise.
 
@@ -67,16 +68,10 @@ def _settings_class(name: str) -> type[Suite]:
 
 def _settings(name: str, given: Json, train: TrainConfig) -> Json:
     """Complete a suite's settings from those of the run, and check them."""
-    common = {
-        "seed": train.run.seed,
-        "device": train.run.device,
-        "dtype": train.policy.dtype,
-        "trust_remote_code": train.policy.trust_remote_code,
-        "chat_template": train.data.chat_template,
-        "sampling": {"temperature": train.sampling.temperature, "batch_size": train.sampling.batch_size},
-    }
+    kind = _settings_class(name)
+    sampling = {"temperature": train.sampling.temperature, "batch_size": train.sampling.batch_size}
     try:
-        return dump(validate(_settings_class(name), merge(common, given)))
+        return dump(validate(kind, merge({**kind.settings_of(train), "sampling": sampling}, given)))
     except ConfigError as error:
         raise ConfigError(f"suites.{name}: {error}") from error
 

@@ -19,6 +19,7 @@ from rlhf.rewards.source import Source, sources_in
 from rlhf.section import Named, Positive, Section
 
 if TYPE_CHECKING:
+    from rlhf.config.sections import TrainConfig
     from rlhf.rewards.source import RewardSource
     from rlhf.suites.questions import SuiteResult
     from rlhf.suites.subject import Subject
@@ -99,6 +100,20 @@ class Suite(Named, Section):
     """Rows of a forward pass; affects memory only."""
     sampling: SuiteSamplingConfig = SuiteSamplingConfig()
     """How completions are sampled."""
+
+    @classmethod
+    def settings_of(cls, config: TrainConfig) -> dict[str, Any]:
+        """Return the settings that a run determines: its seed and device, and how its prompts become tokens."""
+        settings = {
+            "seed": config.run.seed,
+            "device": config.run.device,
+            "dtype": config.policy.dtype,
+            "trust_remote_code": config.policy.trust_remote_code,
+            "chat_template": config.data.chat_template,
+            "chat_template_kwargs": config.data.chat_template_kwargs,
+            "system": config.data.system,
+        }
+        return {key: value for key, value in settings.items() if key in cls.model_fields and value is not None}
 
     @abstractmethod
     def run(self, subject: Subject, context: SuiteContext) -> SuiteResult:

@@ -74,6 +74,16 @@ def test_every_final_model_is_measured(folder: Path, results: ComparisonResults)
     assert ifeval["prompt_strict"].gain == Interval(0.0, 0.0, 0.0)
 
 
+def test_suites_write_prompts_as_the_arms_do(tmp_path: Path) -> None:
+    tree = with_suites(tmp_path)
+    data = {"system": "Be brief.", "chat_template_kwargs": {"thinking": False}}
+    tree["shared"] = {**tree.get("shared", {}), "data": {**tree.get("shared", {}).get("data", {}), **data}}
+    for cell in plan_of(tree).cells:
+        assert cell.config.train.data.system == "Be brief."
+        for settings in cell.config.suites.values():
+            assert {key: settings[key] for key in data} == data
+
+
 def test_results_are_read_back_as_they_were_written(folder: Path, results: ComparisonResults) -> None:
     assert results.arms["grpo"].suites["ifeval"]["prompt_strict"].gain is not None
     assert ComparisonResults.of(results.record()) == results
