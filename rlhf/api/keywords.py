@@ -133,6 +133,9 @@ class SamplingKeys(TypedDict, total=False):
     completions_per_prompt: int
     max_new_tokens: int
     temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
     batch_size: int
     old_log_probs: Literal["auto", "sampler", "trainer"]
 
@@ -170,6 +173,7 @@ class OverlapKeys(TypedDict, total=False):
 
     reward_parts: int
     ahead: bool
+    ahead_steps: int
     ratio_cap: float
     trace_cap: float | None
 

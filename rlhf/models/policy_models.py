@@ -164,7 +164,7 @@ def _support_chunks(batch: Completions, size: int, count: int) -> Sequence[Tenso
     """Return which tokens could be drawn, for `size` live tokens at a time; None in each of `count` places: all."""
     if batch.sampler_support is None:
         return [None] * count
-    return select_live(batch.sampler_support, batch.completion_mask).split(size)
+    return list(select_live(batch.sampler_support, batch.completion_mask).split(size))
 
 
 def predictor_hidden_states(

@@ -307,7 +307,7 @@ def _limits(body: Mapping[str, Any], *, returns_support: bool) -> Limits:
     Raises:
         BadRequest: something does, and the client does not ask for what was left.
     """
-    given: dict[str, float] = {}
+    given: dict[str, Any] = {}
     for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
         value = _field(body, name, (int, float), neutral)
         if value in (neutral, -1):

@@ -128,12 +128,12 @@ def test_what_cannot_be_started_is_said(tmp_path: Path) -> None:
             LaunchedServer(["true"], {}, port=port, log=tmp_path / "log").ensure()
 
 
-def test_a_run_whose_server_cannot_start_is_saved(tmp_path: Path) -> None:
+def test_a_run_whose_server_cannot_start_says_so(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     tree = tree_of(tmp_path / "run", model, {"program": "false"})
     tree["data"]["eval_prompts"] = None
     run = online(tree)
-    with pytest.raises(SamplingError, match=r"exit code 1 before it answered(.|\n)*saved at step 0"):
+    with pytest.raises(SamplingError, match="exit code 1 before it answered"):
         train(run)
     run.session.recorder.close()
 
