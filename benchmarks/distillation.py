@@ -53,7 +53,7 @@ def make_inputs(folder: Path) -> None:
 
 def score_of_samples(folder: Path) -> float:
     """Compute the mean gold score of the teacher's samples."""
-    rows = read_jsonl(folder / "samples.jsonl")
+    rows = list(read_jsonl(folder / "samples.jsonl"))
     asked, answers = [row["prompt"] for row in rows], [row["completion"] for row in rows]
     return statistics.mean(gold_reward(prompts=asked, completions=answers, references=[{}] * len(rows)))
 

@@ -121,7 +121,8 @@ def _padded(tensors: Sequence[Tensor], *, left: bool) -> list[Tensor]:
     if tensors[0].ndim < 2:
         return list(tensors)
     width = max(t.shape[1] for t in tensors)
-    pads = [(width - t.shape[1], 0) if left else (0, width - t.shape[1]) for t in tensors]
+    behind = (0, 0) * (tensors[0].ndim - 2)  # pads name the last dimension first
+    pads = [(*behind, width - t.shape[1], 0) if left else (*behind, 0, width - t.shape[1]) for t in tensors]
     return [torch.nn.functional.pad(t, pad) for t, pad in zip(tensors, pads, strict=True)]
 
 

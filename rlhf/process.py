@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 
@@ -30,6 +33,37 @@ def stop_with_input() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def supervise(command: Sequence[str], *, grace_s: float = 10.0) -> int:
+    """Run a command until it ends, or until this process's standard input ends or SIGTERM comes; return its exit code.
+
+    Whoever started this process holds the other end of the input, so that the command does not outlive it, however it
+    ends. The command and what it starts get SIGTERM, and after `grace_s` seconds SIGKILL.
+    """
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    over = threading.Event()
+
+    def end() -> None:
+        over.wait()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(grace_s)
+
+    def read() -> None:
+        while os.read(0, 1024):
+            pass
+        over.set()
+
+    signal.signal(signal.SIGTERM, lambda *_: over.set())
+    for work in (end, read):
+        threading.Thread(target=work, daemon=True).start()
+    code = child.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)  # what it has left behind
+    return code
 
 
 def exit_process(code: int) -> NoReturn:

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from rlhf.batching import Batch
@@ -63,6 +63,8 @@ class Completions(Prompts):
     episode_turns: Int[Tensor, "B T"] | None = None  # of an action token its turn, from 0
     episode_rewards: Float[Tensor, "B T"] | None = None  # of a turn, on the last of its action tokens
     episode_stops: Int[Tensor, " B"] | None = None  # of each row its StopReason
+    # which tokens could be drawn (algo.support.pack), where sampling leaves some out; None: all
+    sampler_support: UInt8[Tensor, "B T W"] | None = None
 
     @property
     def has_episodes(self) -> bool:

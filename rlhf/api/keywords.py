@@ -134,6 +134,9 @@ class SamplingKeys(TypedDict, total=False):
     max_new_tokens: int
     temperature: float
     copy_weights: bool
+    top_k: int
+    top_p: float
+    min_p: float
     batch_size: int
     old_log_probs: Literal["auto", "sampler", "trainer"]
 
@@ -172,6 +175,7 @@ class OverlapKeys(TypedDict, total=False):
 
     reward_parts: int
     ahead: bool
+    ahead_steps: int
     ratio_cap: float
     trace_cap: float | None
 

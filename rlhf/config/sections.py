@@ -222,7 +222,7 @@ def _uncorrected_server(sampling: SamplingConfig, facts: Facts) -> str | None:
 
 
 class SamplingConfig(Section):
-    """Sampling of completions, from the full distribution, so that importance ratios and KL are exact."""
+    """Sampling of completions. Importance ratios and KL are exact also where top_k, top_p or min_p leave tokens out."""
 
     lint_rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -257,6 +257,13 @@ class SamplingConfig(Section):
     """Decode from a copy of the weights in the dtype of the arithmetic (backend auto and fast). false: from the weights
     as they are kept; those in fewer bits are widened a layer at a time. It needs no memory for the copy and is slower.
     Completions are equal up to rounding."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample from this many of the likeliest tokens; 0: from all. What top_k, top_p and min_p leave is kept with the
+    completions, and all log-probabilities are those among the tokens left (docs/vllm.md)."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that together have this probability; 1: from all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample from the tokens with at least this share of the largest probability; 0: from all."""
     batch_size: Count = 256
     """Rows decoded together per process; affects memory only."""
     old_log_probs: OldLogProbs = "auto"
@@ -272,6 +279,12 @@ class SamplingConfig(Section):
         return {"type": value} if isinstance(value, str) else value
 
     @property
+    def leaves_out(self) -> str | None:
+        """Return the first setting that leaves tokens out, as key=value; None: all tokens may be drawn."""
+        settings = (("top_k", self.top_k, 0), ("top_p", self.top_p, 1.0), ("min_p", self.min_p, 0.0))
+        return next((f"sampling.{name}={value:g}" for name, value, off in settings if value != off), None)
+
+    @property
     def corrects(self) -> bool:
         """Return whether importance weights are asked for, which need the trainer's own log-probabilities."""
         return self.correction is not None and not self.correction.is_off
@@ -283,7 +296,13 @@ class SamplingConfig(Section):
         if self.server is None:
             raise ValueError(
                 "sampling.backend is server, but no server is named: set sampling.server.urls=[http://127.0.0.1:8001] "
-                "(rlhf serve-policy), or sampling.backend=auto"
+                "(rlhf serve-policy), sampling.server.launch={} to start one, or sampling.backend=auto"
+            )
+        if self.leaves_out is not None and not self.server.returns_support:
+            raise ValueError(
+                f"{self.leaves_out} leaves tokens out, and sampling.server.type={self.server.type} does not return "
+                "which: log-probabilities would be wrong by the probability left out. Lower sampling.temperature "
+                "instead, or use sampling.server.type=rlhf"
             )
         if splits_weights:
             raise ValueError(
@@ -315,6 +334,9 @@ class OverlapConfig(Section):
     ahead: bool = False
     """Sample each step's completions during the previous update, from the policy before that update: one step
     off-policy, corrected by importance weights (ratio_cap). Needs memory for one more copy of the policy."""
+    ahead_steps: Annotated[int, Field(ge=1, le=4)] = 1
+    """With ahead: how many steps before its own update a step is sampled, and so how many updates old its policy is.
+    More than 1 evens out steps that take longer to sample than others; each may need one more copy of the policy."""
     ratio_cap: Positive = 2.0
     """With ahead: each token's advantage is multiplied by pi_old / pi_sampler, truncated at this value (truncated
     importance sampling, Espeholt et al. 2018)."""
@@ -327,6 +349,10 @@ class OverlapConfig(Section):
         if self.trace_cap is not None:
             self._check_trace(algorithm)
         if not self.ahead:
+            if self.ahead_steps > 1:
+                raise ValueError(
+                    "overlap.ahead_steps is read with overlap.ahead=true alone: set that, or leave it at 1"
+                )
             return
         if algorithm.advantage.chooses_rows or algorithm.advantage.needs_greedy:
             raise ValueError(
@@ -342,6 +368,11 @@ class OverlapConfig(Section):
             raise ValueError("overlap.ahead samples each step as a whole: set overlap.reward_parts=1")
         if old_log_probs == "sampler":
             raise ValueError("overlap.ahead needs the trainer's own log-probabilities: set sampling.old_log_probs=auto")
+
+    @property
+    def copies(self) -> int:
+        """Return how many copies of the policy's weights sampling ahead may need."""
+        return self.ahead_steps if self.ahead else 0
 
     def _check_trace(self, algorithm: Online) -> None:
         if not self.ahead:
@@ -582,6 +613,7 @@ class OnlineConfig(TrainSections):
                 "sampling.correction and overlap.trace_cap both weight stale completions: leave one of them null"
             )
         self.sampling.check_correction(rescues=self.algorithm.rescue is not None)
+        self._check_support()
         self.data.check_ptx(self.algorithm.ptx_coef)
         if self.algorithm.rescue is not None:
             prompts = self.data.prompts
@@ -610,6 +642,25 @@ class OnlineConfig(TrainSections):
         self.reward.check_cost(self.algorithm)
         return self
 
+    def _check_support(self) -> None:
+        """Check that nothing reads whole distributions where top_k, top_p or min_p leave tokens out of sampling."""
+        setting = self.sampling.leaves_out
+        if setting is None:
+            return
+        loss = self.algorithm.policy_loss
+        for other, is_on in (
+            ("environment", self.environment is not None),
+            ("algorithm.rescue", self.algorithm.rescue is not None),
+            (f"algorithm.preset={self.algorithm.name}", loss.pair_loss is not None or loss.searches),
+            ("the teacher of the loss", self.algorithm.compares_with_teacher),
+            (f"sharding={self.sharding.mode}", self.sharding.stage == 3),
+        ):
+            if is_on:
+                raise ValueError(
+                    f"{setting} cannot be combined with {other}, which reads log-probabilities among all tokens: "
+                    "remove it, and lower sampling.temperature instead"
+                )
+
     def _check_episodes(self) -> None:
         """Check what episodes cannot be combined with, and leave cut ones out of the loss if that is asked for."""
         turn_lambda = getattr(self.algorithm.advantage, "turn_lambda", None)
@@ -636,7 +687,6 @@ class OnlineConfig(TrainSections):
                 "the greedy episode would meet another instance of the task; use rloo, grpo or ppo",
             ),
             "reward.process": (self.reward.process is not None, "give the reward of each turn in step"),
-            "sampling.backend=server": (self.sampling.backend == "server", "set sampling.backend=auto"),
             "algorithm.rescue": (algorithm.rescue is not None, "give the hint as the first observation"),
             "overlap.ahead": (self.overlap.ahead, "set overlap.ahead=false"),
             "overlap.reward_parts": (self.overlap.reward_parts > 1, "set overlap.reward_parts=1"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ def build_prefetcher(
     last_step: int,
     servers: ServerPool | None = None,
 ) -> CompletionPrefetcher:
-    """Build the sampler that works one step ahead of the update.
+    """Build the sampler that works some steps ahead of the update (overlap.ahead_steps).
 
     Args:
         config: the configuration of the run.
@@ -96,10 +96,15 @@ def build_prefetcher(
         return sampler.sample(prompts.batch(step), key=sampling_key(config, step), group_size=group_size)
 
     ahead = CompletionPrefetcher(
-        draw, lambda: _copy_weights(models.policy, policy_copy), last_step=last_step, device=models.device
+        draw,
+        lambda: _copy_weights(list(models.policy.parameters()), policy_copy),
+        last_step=last_step,
+        behind=config.overlap.ahead_steps,
+        keep=lambda: _keep_weights(models.policy, policy_copy),
+        device=models.device,
     )
-    if saved:
-        ahead.restore(saved["step"], _restore_completions(saved, prompts, group_size))
+    for fields in (saved or {}).get("drawn", ()):
+        ahead.restore(fields["step"], _restore_completions(fields, prompts, group_size), fields["updates"])
     return ahead
 
 
@@ -113,13 +118,19 @@ def _check_ahead(config: OnlineConfig, engine: Engine) -> None:
 
 
 @torch.no_grad()
-def _copy_weights(source: CausalLM, target: CausalLM) -> None:
-    for source_weight, target_weight in zip(source.parameters(), target.parameters(), strict=True):
+def _copy_weights(source: Sequence[Tensor], target: CausalLM) -> None:
+    for source_weight, target_weight in zip(source, target.parameters(), strict=True):
         target_weight.copy_(source_weight)
 
 
+def _keep_weights(source: CausalLM, target: CausalLM) -> Callable[[], None]:
+    """Keep copies of the source's weights, and return what puts them into the target."""
+    kept = [weight.detach().clone() for weight in source.parameters()]
+    return lambda: _copy_weights(kept, target)
+
+
 def _restore_completions(saved: dict[str, Any], prompts: Stream[Prompts], group_size: int) -> Completions:
-    fields = {name: value for name, value in saved.items() if name != "step"}
+    fields = {name: value for name, value in saved.items() if name not in ("step", "updates")}
     rows = repeat_rows(prompts.batch(saved["step"]), group_size)
     if fields["group_size"] != group_size or len(fields["finished"]) != len(rows):
         raise CheckpointError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,11 @@ from rlhf.runtime.device import choose_device
 from rlhf.runtime.distributed import SINGLE_PROCESS
 from rlhf.sampling.episodes import EpisodeSampler, make_episode_sampler
 from rlhf.sampling.fast.engine import FastSampler, changing_rotations
+from rlhf.sampling.launched import LaunchedServer
 from rlhf.sampling.pool import ServerPool
 from rlhf.sampling.sampler import Sampler, make_sampler
 from rlhf.sampling.served import ServedSampler
+from rlhf.serving.server import Launch, Server
 from rlhf.types import Completions, Prompts
 
 
@@ -52,18 +55,20 @@ def build_sampler(
         ConfigError: the environment cannot be made, or the chat template rewrites earlier turns.
     """
     ends = stop_token_ids(tokenizer, config.data.chat_format, eos_ids(models.policy, tokenizer))
+    sampler: Sampler
     if servers is not None:
-        return ServedSampler(servers, models, config.sampling, eos_ids=ends, pad_id=pad_id(tokenizer))
-    sampler = make_sampler(
-        models.policy,
-        config.sampling,
-        eos_ids=ends,
-        pad_id=pad_id(tokenizer),
-        dtype=config.policy.dtype,
-        device=models.device,
-        engine=models.engine,
-        warn=warn,
-    )
+        sampler = ServedSampler(servers, models, config.sampling, eos_ids=ends, pad_id=pad_id(tokenizer))
+    else:
+        sampler = make_sampler(
+            models.policy,
+            config.sampling,
+            eos_ids=ends,
+            pad_id=pad_id(tokenizer),
+            dtype=config.policy.dtype,
+            device=models.device,
+            engine=models.engine,
+            warn=warn,
+        )
     if config.environment is None:
         return sampler
     return make_episode_sampler(
@@ -74,6 +79,7 @@ def build_sampler(
         context=context_length(models.policy),
         ranks=models.engine.ranks,
         plugins=config.plugins,
+        steady=nullcontext if servers is None else servers.steady,
     )
 
 
@@ -92,7 +98,36 @@ def build_servers(
     if config.sampling.backend != "server" or server is None:
         return None
     root = Path(server.weights_dir) if server.weights_dir is not None else folder / WEIGHTS_FOLDER
-    return ServerPool(server, root.resolve(), dtype=config.policy.dtype, pad_id=pad_id(tokenizer), warn=warn)
+    return ServerPool(
+        server,
+        root.resolve(),
+        dtype=config.policy.dtype,
+        pad_id=pad_id(tokenizer),
+        warn=warn,
+        processes=_launched(config, server, folder / WEIGHTS_FOLDER),
+    )
+
+
+def _launched(config: TrainConfig, server: Server, logs: Path) -> list[LaunchedServer]:
+    """Build what starts the servers of a run (sampling.server.launch)."""
+    launch = server.launch
+    if launch is None:
+        return []
+    made = []
+    for number in range(launch.count):
+        port = launch.port + number
+        asked = Launch(
+            model=config.policy.model,
+            port=port,
+            dtype=config.policy.dtype,
+            device=config.run.device,
+            threads=torch.get_num_threads(),
+            lora_rank=None if config.policy.lora is None else config.policy.lora.r,
+        )
+        command = [*server.command(asked), *launch.arguments]
+        environment = {**server.launch_environment(asked), **launch.environment}
+        made.append(LaunchedServer(command, environment, port=port, log=logs / f"server-{port}.log"))
+    return made
 
 
 def slow_lengths_reason(config: TrainConfig, sampler: Sampler) -> list[str]:

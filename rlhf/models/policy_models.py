@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from rlhf.algo.divergence import TeacherTokens
 from rlhf.algo.kl import kl_of_distributions
+from rlhf.algo.support import log_mass, restricted
 from rlhf.batching import on_host, place_live, select_live
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.models.adapters import is_adapted
@@ -114,12 +115,13 @@ class Comparison:
         with self.whole(heads[0]), self.whole(heads[1]):
             to_logits, to_ref_logits = (logits_function(head, device, float32_head=self.float32_head) for head in heads)
             size = chunk_rows(self._vocabulary(), device)
-            chunks = zip(states.split(size), ref_states.split(size), ids.split(size), strict=True)
-            for chunk, ref_chunk, chunk_ids in chunks:
+            supports = _support_chunks(batch, size, -(-len(ids) // size))
+            chunks = zip(states.split(size), ref_states.split(size), ids.split(size), supports, strict=True)
+            for chunk, ref_chunk, chunk_ids, support in chunks:
                 logits = to_logits(chunk)
                 with self.as_reference():
                     ref_logits = to_ref_logits(ref_chunk)
-                yield self._compare(logits, ref_logits, chunk_ids)
+                yield self._compare(logits, ref_logits, chunk_ids, support)
 
     def _by_rows(self, batch: Completions) -> Iterator[TokenNumbers]:
         """Compare from logits that the models' own forward makes, for a few rows at a time (at least one)."""
@@ -132,13 +134,22 @@ class Comparison:
             with self.as_reference():
                 ref_logits, _ = completion_logits(self.reference, sequences, length, float32_head=self.float32_head)
             size = chunk_rows(self._vocabulary(), logits.device)
-            chunks = (select_live(tensor, mask).split(size) for tensor in (logits, ref_logits, ids))
-            yield from starmap(self._compare, zip(*chunks, strict=True))
+            chunks = [select_live(tensor, mask).split(size) for tensor in (logits, ref_logits, ids)]
+            supports = _support_chunks(part, size, len(chunks[0]))
+            yield from starmap(self._compare, zip(*chunks, supports, strict=True))
 
-    def _compare(self, logits: Float[Tensor, "M V"], ref_logits: Float[Tensor, "M V"], ids: Tensor) -> TokenNumbers:
+    def _compare(
+        self,
+        logits: Float[Tensor, "M V"],
+        ref_logits: Float[Tensor, "M V"],
+        ids: Tensor,
+        support: UInt8[Tensor, "M W"] | None,
+    ) -> TokenNumbers:
         log_pi, log_ref = (
             (at_least_float32(raw) / self.temperature).log_softmax(dim=-1) for raw in (logits, ref_logits)
         )
+        if support is not None:
+            log_pi, log_ref = restricted(log_pi, support), restricted(log_ref, support)
         logprobs, ref_logprobs = (logs.gather(1, ids[:, None]).squeeze(1) for logs in (log_pi, log_ref))
         return logprobs, ref_logprobs, kl_of_distributions(log_pi, log_ref)
 
@@ -147,6 +158,13 @@ class Comparison:
 
     def _vocabulary(self) -> int:
         return vocabulary_size(self.policy)
+
+
+def _support_chunks(batch: Completions, size: int, count: int) -> Sequence[Tensor | None]:
+    """Return which tokens could be drawn, for `size` live tokens at a time; None in each of `count` places: all."""
+    if batch.sampler_support is None:
+        return [None] * count
+    return list(select_live(batch.sampler_support, batch.completion_mask).split(size))
 
 
 def predictor_hidden_states(
@@ -349,8 +367,12 @@ class Models:
         temperature: float | None = None,
         compare: Compare | None = None,
     ) -> TokenOutputs:
+        support = batch.sampler_support if isinstance(batch, Completions) else None
+        if support is not None:
+            assert compare is None, "the configuration refuses a teacher where sampling leaves tokens out"
+            compare = masses_of(select_live(support, batch.completion_mask))
         with self.autocast():
-            return completion_outputs(
+            tokens = completion_outputs(
                 model,
                 batch.prompt_ids,
                 batch.prompt_mask,
@@ -364,6 +386,15 @@ class Models:
                 float32_head=self.float32_head and self.dtype == "bfloat16",
                 compare=compare,
             )
+        if support is None:
+            return tokens
+        assert tokens.compared is not None
+        return replace(tokens, logprobs=tokens.logprobs - tokens.compared[0], compared=None)
+
+
+def masses_of(support: UInt8[Tensor, "M W"]) -> Compare:
+    """Return what computes log Σ_{j in S} pi(j) of live tokens, whose supports are given in their order."""
+    return lambda log_pi, part: log_mass(log_pi, support[part])[None]
 
 
 class Ema:

@@ -99,7 +99,7 @@ class Layout:
     """What leaves the GPU between its uses; nothing on a CPU."""
     halves_annotate: bool = False
     """Whether a pass of annotate that runs out of memory is halved."""
-    ahead: bool = False
+    ahead: int = 0
     steps: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -308,7 +308,7 @@ class _Planner:
             copies_policy=samples_here and sampling.copy_weights and roles[0].shape.is_written_out,
             offload=config.offload if self.device == "cuda" else OffloadConfig(),
             halves_annotate=halves,
-            ahead=config.overlap.ahead,
+            ahead=config.overlap.copies,
             steps=config.schedule.steps,
         )
 

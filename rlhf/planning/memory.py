@@ -149,7 +149,7 @@ class _Memory:
             if role.averaged:
                 parts[role.name, "moving average"] = self.part(role.trained * role.size, 3)
         if self.layout.ahead:
-            parts[self.layout.roles[0].name, "sampler's copy"] = self.layout.roles[0].weights
+            parts[self.layout.roles[0].name, "sampler's copy"] = self.layout.ahead * self.layout.roles[0].weights
         if self.keeps_sampler or phase == "rollout":
             parts = _added(parts, self.sampler())
         return parts

@@ -8,6 +8,7 @@ the sampler's own call, so that an environment of one turn gives the completions
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +44,9 @@ from rlhf.types import Completions, Prompts, StopReason
 
 OWN_COLUMNS = (MESSAGES, CONVERSATION, SOURCE)  # of a row, that its environment does not get
 LARGEST_SEED = 2**31
+
+Steady = Callable[[], AbstractContextManager[None]]
+"""Returns a context in which the policy does not change, so that servers need its weights once."""
 
 
 @dataclass
@@ -124,14 +128,15 @@ class EpisodeSampler:
         max_new_tokens: int,
         context: int | None,
         ranks: Distributed = SINGLE_PROCESS,
+        steady: Steady = nullcontext,
     ) -> None:
-        """Take the sampler of single actions, and the limits.
+        """Take the sampler of single actions, and the limits; a call plays its episodes within a context of `steady`.
 
         Raises:
             ConfigError: the chat template rewrites earlier turns.
         """
         self.sampler, self.pool, self.encoder, self.config = sampler, pool, encoder, config
-        self.max_new_tokens, self.context, self.ranks = max_new_tokens, context, ranks
+        self.max_new_tokens, self.context, self.ranks, self.steady = max_new_tokens, context, ranks, steady
         reads_on = config.max_turns > 1 or config.truncation == "bootstrap"
         self.bridge = make_bridge(encoder) if reads_on else None
         self.note: Callable[[str], None] = lambda _: None
@@ -150,7 +155,8 @@ class EpisodeSampler:
         started = self.pool.seconds
         episodes = self._begin(rows, key, group_size)
         try:
-            first = self._play(rows, episodes, key, greedy)
+            with self.steady():
+                first = self._play(rows, episodes, key, greedy)
         finally:
             self._ask(End(episode.number) for episode in episodes)
         self._check_faults(episodes)
@@ -389,8 +395,9 @@ def make_episode_sampler(
     context: int | None,
     ranks: Distributed,
     plugins: Sequence[str] = (),
+    steady: Steady = nullcontext,
 ) -> EpisodeSampler:
-    """Make the sampler of episodes, with a pool of environments of its own.
+    """Make the sampler of episodes, with a pool of environments of its own; see EpisodeSampler.
 
     Raises:
         ConfigError: the environment cannot be made, or the chat template rewrites earlier turns.
@@ -398,4 +405,6 @@ def make_episode_sampler(
     pool = EnvironmentPool(
         config.target, config.kwargs, workers=config.workers, timeout_s=config.step_timeout_s, plugins=plugins
     )
-    return EpisodeSampler(sampler, pool, encoder, config, max_new_tokens=max_new_tokens, context=context, ranks=ranks)
+    return EpisodeSampler(
+        sampler, pool, encoder, config, max_new_tokens=max_new_tokens, context=context, ranks=ranks, steady=steady
+    )

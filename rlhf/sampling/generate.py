@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from rlhf.algo.support import Limits, pack
 from rlhf.batching import concat, extend
 from rlhf.config.sections import SamplingConfig
 from rlhf.models.backbone import CausalLM, autocast
 from rlhf.models.text_config import text_config
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import uniforms
+from rlhf.sampling.support import limits_of
 from rlhf.types import Completions, Prompts
 
 
@@ -84,7 +86,13 @@ class HFSampler:
     def _sample(self, prompts: Prompts, key: int, group_size: int, greedy: bool) -> Completions:
         start = prompts.prompt_ids.shape[1] if self.switch is None else int(prompts.prompt_mask.sum(dim=1).max())
         draw = _DrawTokens(
-            prompts.row_ids.to(self.device), key, start, self.config.max_new_tokens, self.config.temperature, greedy
+            prompts.row_ids.to(self.device),
+            key,
+            start,
+            self.config.max_new_tokens,
+            self.config.temperature,
+            greedy,
+            limits_of(self.config),
         )
         was_training = self.model.training
         self.model.eval()
@@ -115,6 +123,7 @@ class HFSampler:
             sampler_logprobs=torch.where(mask, draw.logprobs[:, : completion_ids.shape[1]].cpu(), 0.0),
             finished=finished,
             group_size=group_size,
+            sampler_support=draw.support_of(mask),
         )
 
     def _lengths(self, completion_ids: Int[Tensor, "B T"]) -> tuple[Int[Tensor, " B"], Tensor]:
@@ -158,16 +167,28 @@ class _DrawTokens(LogitsProcessor):
     """Draws the token itself: all scores but that token's become -inf, so that generate's argmax selects it."""
 
     def __init__(
-        self, rows: Int[Tensor, " B"], key: int, start: int, max_new_tokens: int, temperature: float, greedy: bool
+        self,
+        rows: Int[Tensor, " B"],
+        key: int,
+        start: int,
+        max_new_tokens: int,
+        temperature: float,
+        greedy: bool,
+        limits: Limits,
     ) -> None:
-        self.rows, self.key, self.start = rows, key, start
+        self.rows, self.key, self.start, self.limits = rows, key, start, limits
         self.temperature, self.greedy = temperature, greedy
         self.logprobs = torch.zeros(len(rows), max_new_tokens, device=rows.device)
+        self.supports: list[Tensor] = []  # by position, of all rows: which tokens could be drawn
 
     def __call__(self, input_ids: Int[Tensor, "B L"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         position = input_ids.shape[1] - self.start
         wide = scores if scores.dtype == torch.float64 else scores.float()
         log_softmax = (wide / self.temperature).log_softmax(dim=-1)
+        if self.limits.are_on:
+            support = self.limits.support(log_softmax.exp())
+            log_softmax = log_softmax.masked_fill(~support, -torch.inf).log_softmax(dim=-1)
+            self.supports.append(pack(support))
         if self.greedy:
             token = wide.argmax(dim=-1)
         else:
@@ -177,6 +198,12 @@ class _DrawTokens(LogitsProcessor):
             self.logprobs = self.logprobs.to(log_softmax.dtype)
         self.logprobs[:, position] = log_softmax.gather(1, token[:, None]).squeeze(1)
         return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
+
+    def support_of(self, mask: Bool[Tensor, "B T"]) -> UInt8[Tensor, "B T W"] | None:
+        """Return which tokens could be drawn, packed and zero outside the mask; None where all could."""
+        if not self.supports:
+            return None
+        return torch.stack(self.supports[: mask.shape[1]], dim=1).cpu() * mask[..., None]
 
 
 def draw(log_softmax: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[Tensor, " B"]:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 from rlhf.errors import ConfigError, SamplingError
 from rlhf.models.text_config import text_config
 from rlhf.sampling.canary import KEY, Reading, compare, differing, forced_tail, likely_cause, misread, unchanged_mode
+from rlhf.sampling.launched import LaunchedServer
 from rlhf.sampling.push import PushedPolicy, WeightFolders, tensor_digest
 from rlhf.serving.http import JsonHttp, ServerDown, ServerRefused
 from rlhf.serving.routes import Answer, Ask
@@ -36,6 +37,7 @@ class Remote:
     is_alive: bool = True
     holds: str | None = None  # the version of its weights, if that is certain
     tested: str | None = None  # the version that the canary has compared
+    process: LaunchedServer | None = None  # of a server that the run starts
 
 
 class ServerPool:
@@ -47,9 +49,16 @@ class ServerPool:
     """
 
     def __init__(
-        self, config: Server, folder: Path, *, dtype: str, pad_id: int, warn: Callable[[str], None] = lambda _: None
+        self,
+        config: Server,
+        folder: Path,
+        *,
+        dtype: str,
+        pad_id: int,
+        warn: Callable[[str], None] = lambda _: None,
+        processes: Sequence[LaunchedServer] = (),
     ) -> None:
-        """Prepare the requests; nothing is sent.
+        """Prepare the requests; nothing is sent or started.
 
         Args:
             config: the section of the servers.
@@ -57,6 +66,7 @@ class ServerPool:
             dtype: of the trainer's arithmetic, as policy.dtype.
             pad_id: the id under masks.
             warn: called when a server dies or is back.
+            processes: the servers that this run starts, if it does, in the order of the addresses.
 
         Raises:
             ConfigError: an address is none, or the token is not in the environment.
@@ -71,6 +81,8 @@ class ServerPool:
                 )
         self.config, self.dtype, self.pad_id, self.warn = config, dtype, pad_id, warn
         self.remotes = [Remote(JsonHttp(url, timeout_s=config.timeout_s, secret=secret)) for url in config.urls]
+        for remote, process in zip(self.remotes, processes, strict=False):
+            remote.process = process
         self.folders = WeightFolders(folder)
         self.phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self._name = secrets.token_hex(4)  # tells this run's versions from those of other runs and starts
@@ -81,6 +93,7 @@ class ServerPool:
         self._prompts: list[list[int]] = []  # the canary's: the same for the whole run, so that stale caches show
         self._lock = threading.RLock()
         self._asked_again, self._canary = 0, 0.0
+        self._is_steady = self._is_current = False
 
     @property
     def version(self) -> str | None:
@@ -99,9 +112,24 @@ class ServerPool:
         with self._lock:
             if not self._prompts:
                 self._prompts = [list(ids) for ids in prompts[: self.config.canary.prompts]]
-            with self.phase("push"):
-                self._update(policy)
+            if not self._is_current:
+                with self.phase("push"):
+                    self._update(policy)
+                self._is_current = self._is_steady
             yield
+
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        """Look for changed weights once in the body, and keep others from changing those of the servers in it.
+
+        The policy must not change in the body, as between the turns of an episode.
+        """
+        with self._lock:
+            self._is_steady, self._is_current = True, False
+            try:
+                yield
+            finally:
+                self._is_steady = self._is_current = False
 
     def _update(self, policy: PushedPolicy) -> None:
         """Find out what has changed since the last push, write it, and push it to the servers that answer."""
@@ -109,8 +137,44 @@ class ServerPool:
         digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
         if digests != self._digests or not self._count:
             self._write(policy, tensors, digests)
+        self._ensure_processes()
         for remote in self.remotes:
             self._bring_up_to_date(remote, policy, tensors)
+
+    def _ensure_processes(self) -> None:
+        """Start the servers of this run that do not run, and wait for their answers where no other server answers.
+
+        Raises:
+            SamplingError: one ended before it answered, or does not answer in time.
+        """
+        launched = [(remote, remote.process) for remote in self.remotes if remote.process is not None]
+        for _, process in launched:
+            process.ensure()
+        if self.config.launch is None or any(process.has_answered for _, process in launched):
+            return
+        until = time.monotonic() + self.config.launch.start_s
+        waiting = dict(enumerate(launched))
+        while waiting:
+            for number, (remote, process) in list(waiting.items()):
+                with suppress(ServerDown):
+                    self.config.version(remote.http)
+                    process.has_answered = True
+                    del waiting[number]
+                    continue
+                process.ensure()
+            if waiting and time.monotonic() > until:
+                late = ", ".join(remote.http.url for remote, _ in waiting.values())
+                raise SamplingError(
+                    f"the sampling server at {late} has not answered {self.config.launch.start_s:g} s after its start "
+                    f"(sampling.server.launch.start_s); see {self.folders.root}"
+                )
+            time.sleep(POLL_S if waiting else 0.0)
+
+    def close(self) -> None:
+        """Stop the servers that this run has started."""
+        for remote in self.remotes:
+            if remote.process is not None:
+                remote.process.stop()
 
     def _write(self, policy: PushedPolicy, tensors: Mapping[str, Tensor], digests: dict[str, str]) -> None:
         changed = {name: tensor for name, tensor in tensors.items() if self._digests.get(name) != digests[name]}
@@ -146,6 +210,8 @@ class ServerPool:
                 remote.holds = known
             elif not was_alive:
                 remote.holds = None  # it may have been started anew
+            if remote.process is not None:
+                remote.process.has_answered = True
             if remote.holds != self.version:
                 self._push(remote, policy, tensors)
             remote.is_alive = True

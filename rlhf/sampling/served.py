@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
+from jaxtyping import UInt8
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.batching import extend
 from rlhf.config.sections import SamplingConfig
@@ -15,6 +19,7 @@ from rlhf.sampling.canary import live_prompts
 from rlhf.sampling.generate import repeat_rows
 from rlhf.sampling.pool import ServerPool
 from rlhf.sampling.push import PushedPolicy
+from rlhf.sampling.support import from_text, limits_of
 from rlhf.serving.routes import Answer, Ask
 from rlhf.types import Completions, Prompts
 
@@ -69,6 +74,7 @@ class ServedSampler:
             batch_size=config.batch_size,
             frozen=self.policy.is_frozen,
             adapted=self.policy.is_adapter,
+            limits=asdict(limits_of(config)) if limits_of(config).are_on else {},
         )
 
     def _assemble(self, prompts: Prompts, live: list[list[int]], answers: list[Answer], group_size: int) -> Completions:
@@ -93,6 +99,7 @@ class ServedSampler:
             sampler_logprobs=values,
             finished=self._finished(cut),
             group_size=group_size,
+            sampler_support=_supports(answers, ids, cut) if limits_of(self.config).are_on else None,
         )
 
     def _until_end(self, ids: list[int]) -> list[int]:
@@ -102,3 +109,10 @@ class ServedSampler:
 
     def _finished(self, rows: list[list[int]]) -> Tensor:
         return torch.tensor([row[-1] in self.eos_ids for row in rows], dtype=torch.bool)
+
+
+def _supports(answers: list[Answer], ids: list[list[int]], cut: list[list[int]]) -> UInt8[Tensor, "B T W"]:
+    """Return which tokens could be drawn, zero behind the end of each completion."""
+    texts = [text for answer in answers for text in answer.supports or ()]
+    rows = [from_text(text, len(row))[: len(kept)] for text, row, kept in zip(texts, ids, cut, strict=True)]
+    return pad_sequence(rows, batch_first=True)

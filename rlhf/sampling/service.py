@@ -1,11 +1,13 @@
 """Our sampler behind vLLM's routes, for another process or machine: what `rlhf serve-policy` runs.
 
-Beyond vLLM's fields it takes `rlhf: {rows, width, greedy, pad_id, batch_size}` in /v1/completions, with which it draws
-exactly what the trainer would draw, and answers GET /weights with the version and the digests of its weights.
+Beyond vLLM's fields it takes `rlhf: {rows, width, greedy, pad_id, batch_size, frozen, support}` in /v1/completions,
+with which it draws exactly what the trainer would draw, and answers GET /weights with the version and the digests of
+its weights.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import json
 import threading
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf.algo.support import Limits
 from rlhf.config.sections import SamplingConfig
 from rlhf.data.tokenizer import left_pad
 from rlhf.errors import UserError
@@ -30,6 +33,7 @@ from rlhf.models.policy_models import Models
 from rlhf.sampling.canary import as_completions
 from rlhf.sampling.push import load_tensors, pushed_tensors, read_push, tensor_digest
 from rlhf.sampling.sampler import Sampler, make_sampler
+from rlhf.sampling.support import to_text
 from rlhf.types import Completions, Prompts
 
 Weights = Literal["exact", "int8"]
@@ -81,9 +85,17 @@ class PolicyService:
         self._trained = [weight for weight in self.model.parameters() if weight.requires_grad]
 
     def _make_sampler(
-        self, temperature: float, length: int, batch_size: int, stop_ids: tuple[int, ...], pad_id: int
+        self,
+        temperature: float,
+        length: int,
+        batch_size: int,
+        limits: Limits,
+        stop_ids: tuple[int, ...],
+        pad_id: int,
     ) -> Sampler:
-        config = SamplingConfig(temperature=temperature, max_new_tokens=length, batch_size=batch_size)
+        config = SamplingConfig(
+            temperature=temperature, max_new_tokens=length, batch_size=batch_size, **dataclasses.asdict(limits)
+        )
         return make_sampler(self.model, config, eos_ids=stop_ids, pad_id=pad_id, dtype=self.dtype, device=self.device)
 
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,9 +109,7 @@ class PolicyService:
         size, vocabulary = _field(body, "n", int, 1), self.model.get_input_embeddings().weight.shape[0]
         if any(not 0 <= token < vocabulary for ids in prompts for token in ids):
             raise BadRequest(400, f"prompt: a token id is not in the vocabulary of {vocabulary}")
-        for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
-            if body.get(name, neutral) not in (neutral, -1, None):
-                raise BadRequest(400, f"{name}: this server samples from the whole distribution: leave it out")
+        limits = _limits(body, returns_support=bool(ours.get("support", False)))
         temperature = float(_field(body, "temperature", (int, float), 1.0))
         greedy = bool(ours.get("greedy", temperature == 0))
         self._check_whole()
@@ -120,6 +130,7 @@ class PolicyService:
                     temperature if temperature > 0 else 1.0,
                     _field(body, "max_tokens", int, 16),
                     int(ours.get("batch_size", 256)),
+                    limits,
                     tuple(int(token) for token in body.get("stop_token_ids") or ()),
                     int(ours.get("pad_id", 0)),
                 ),
@@ -145,7 +156,7 @@ class PolicyService:
         key: int,
         greedy: bool,
         frozen: bool,
-        settings: tuple[float, int, int, tuple[int, ...], int],
+        settings: tuple[float, int, int, Limits, tuple[int, ...], int],
     ) -> Completions:
         """Sample `size` completions of each prompt, whose draws are keyed by `key` and the prompts' `rows`.
 
@@ -281,11 +292,30 @@ def _choice(completions: Completions, row: int, prompt: list[int], scored: list[
         "logprobs": {"tokens": [f"token_id:{token}" for token in ids], "token_logprobs": logprobs},
         "finish_reason": "stop" if bool(completions.finished[row]) else "length",
     }
+    if completions.sampler_support is not None:
+        choice["support"] = to_text(completions.sampler_support[row, :length])
     if scored is not None:
         values = scored[row // completions.group_size]
         entries = [{str(token): {"logprob": value}} for token, value in zip(prompt[1:], values, strict=True)]
         choice["prompt_logprobs"] = [None, *entries]
     return choice
+
+
+def _limits(body: Mapping[str, Any], *, returns_support: bool) -> Limits:
+    """Return what leaves tokens out.
+
+    Raises:
+        BadRequest: something does, and the client does not ask for what was left.
+    """
+    given: dict[str, Any] = {}
+    for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
+        value = _field(body, name, (int, float), neutral)
+        if value in (neutral, -1):
+            continue
+        if name == "repetition_penalty" or not returns_support:
+            raise BadRequest(400, f"{name}: this server samples from the whole distribution: leave it out")
+        given[name] = int(value) if name == "top_k" else float(value)
+    return Limits(**given)
 
 
 def _prompts(body: Mapping[str, Any]) -> list[list[int]]:

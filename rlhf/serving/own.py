@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from rlhf.serving.http import JsonHttp
 from rlhf.serving.routes import EXACT, Answer, Ask, choices_of, read_choice, score
-from rlhf.serving.server import Push, Server
+from rlhf.serving.server import Launch, Push, Server
 
 SHORT_S = 30.0  # for what takes no computation
 
@@ -20,8 +21,16 @@ class OwnServer(Server):
     """
 
     takes_changes: ClassVar[bool] = True
+    returns_support: ClassVar[bool] = True
 
     type: Literal["rlhf"] = "rlhf"
+
+    def command(self, launch: Launch) -> list[str]:
+        """Start this package's server, with the trainer's threads: the last bits depend on them."""
+        program = self.launch.program if self.launch is not None else None
+        command = [program or sys.executable, "-m", "rlhf", "serve-policy", launch.model, "--port", str(launch.port)]
+        command += ["--dtype", launch.dtype, "--device", launch.device, "--threads", str(launch.threads)]
+        return command if self.token_env is None else [*command, "--token-env", self.token_env]
 
     def generate(self, http: JsonHttp, ask: Ask) -> Answer:
         """Complete all prompts in one request, with the keys of their draws."""
@@ -35,6 +44,7 @@ class OwnServer(Server):
             "logprobs": 0,
             "return_token_ids": True,
             **EXACT,
+            **ask.limits,
             "rlhf": {
                 "rows": list(ask.rows),
                 "width": ask.width,
@@ -42,12 +52,16 @@ class OwnServer(Server):
                 "pad_id": ask.pad_id,
                 "batch_size": ask.batch_size,
                 "frozen": ask.frozen,
+                "support": bool(ask.limits),
             },
         }
         answer = http.post("/v1/completions", body)
-        read = [read_choice(choice) for choice in choices_of(answer, len(ask.prompts) * ask.group_size)]
-        ids, logprobs, prompts = (list(column) for column in zip(*read, strict=True))
-        return Answer(ids=ids, logprobs=logprobs, prompts=prompts, version=answer.get("weight_version"))
+        choices = choices_of(answer, len(ask.prompts) * ask.group_size)
+        ids, logprobs, prompts = (list(column) for column in zip(*map(read_choice, choices), strict=True))
+        supports = [str(choice["support"]) for choice in choices] if ask.limits else None
+        return Answer(
+            ids=ids, logprobs=logprobs, prompts=prompts, version=answer.get("weight_version"), supports=supports
+        )
 
     def score(self, http: JsonHttp, ids: list[int], *, adapted: bool) -> list[float]:
         """Ask for prompt_logprobs."""

@@ -10,7 +10,7 @@ POST /reset_prefix_cache   forget keys and values of the weights before
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf.serving.http import JsonHttp, ServerRefused
@@ -36,6 +36,7 @@ class Ask:
     batch_size: int  # rows decoded together
     frozen: bool = False  # whether the trainer's weights need no gradient: last bits depend on it
     adapted: bool = False  # whether the policy is an adapter that was pushed
+    limits: Mapping[str, float] = field(default_factory=dict)  # top_k, top_p, min_p, where they leave tokens out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class Answer:
     logprobs: list[list[float]]
     prompts: list[list[int]]  # the prompt of each completion as the server read it
     version: str | None  # of the weights; None if the server does not report it
+    supports: list[str] | None = None  # which tokens could be drawn: sampling.support.to_text; None: all
 
 
 def choices_of(answer: Any, count: int) -> list[Mapping[str, Any]]:

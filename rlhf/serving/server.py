@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from rlhf.errors import ConfigError
 from rlhf.section import Choice, Positive, Section
 from rlhf.serving.http import JsonHttp
 from rlhf.serving.routes import Answer, Ask
@@ -40,6 +41,40 @@ class CanaryConfig(Section):
         return self.bound if self.bound is not None else (0.1 if dtype == "bfloat16" else 1e-3)
 
 
+class LaunchConfig(Section):
+    """Servers that the run starts on this machine, and stops when it ends."""
+
+    count: Annotated[int, Field(ge=1)] = 1
+    """Servers to start."""
+    port: Annotated[int, Field(ge=1, lt=2**16)] = 8001
+    """Port of the first server on 127.0.0.1; the others have the ports after it."""
+    program: str | None = None
+    """The program to start; null: vllm (type=vllm), or this Python (type=rlhf)."""
+    arguments: list[str] = []
+    """Further arguments of the program, such as [--gpu-memory-utilization, '0.4']."""
+    environment: dict[str, str] = {}
+    """Further environment variables, such as {CUDA_VISIBLE_DEVICES: '1'}."""
+    start_s: Positive = 600.0
+    """Seconds to wait for the first answer of a server that was started."""
+
+    @property
+    def urls(self) -> list[str]:
+        """Return the addresses of the servers."""
+        return [f"http://127.0.0.1:{self.port + number}" for number in range(self.count)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a server is started for."""
+
+    model: str  # the policy's, as policy.model
+    port: int
+    dtype: str
+    device: str  # as run.device
+    threads: int  # of the trainer's arithmetic on a CPU
+    lora_rank: int | None = None  # of the adapter that is trained; None: whole weights are
+
+
 class Server(Choice):
     """Servers that sample the completions, with weights that the trainer pushes as files.
 
@@ -48,10 +83,15 @@ class Server(Choice):
 
     takes_changes: ClassVar[bool] = False
     """Whether a push may hold only the tensors that have changed."""
+    returns_support: ClassVar[bool] = False
+    """Whether answers say which tokens could be drawn, where sampling leaves some out."""
 
     type: str
-    urls: Annotated[list[str], Field(min_length=1)]
-    """Addresses, such as http://127.0.0.1:8001. The prompts of a step are dealt to all of them."""
+    urls: list[str] = []
+    """Addresses, such as http://127.0.0.1:8001. The prompts of a step are dealt to all of them. Leave it out with
+    launch."""
+    launch: LaunchConfig | None = None
+    """Start the servers with the run, and stop them with it; null: they are started by somebody else."""
     weights_dir: str | None = None
     """Folder for pushed weights, which every server can read; null: the folder `weights` in the run's folder."""
     weights_dir_on_server: str | None = None
@@ -65,6 +105,37 @@ class Server(Choice):
     """Environment variable with the token for Authorization: Bearer; null: no token is sent."""
     canary: CanaryConfig = CanaryConfig()
     """The check after every push."""
+
+    @model_validator(mode="after")
+    def _find_urls(self) -> Server:
+        """Fill in the addresses of servers that are started: in place, since every section is frozen."""
+        if self.launch is None:
+            if not self.urls:
+                raise ValueError(
+                    "sampling.server has no address: set urls=[http://127.0.0.1:8001], or launch={} to start a server"
+                )
+            return self
+        if self.urls and self.urls != self.launch.urls:
+            raise ValueError(
+                f"sampling.server.launch starts servers at {', '.join(self.launch.urls)}: leave sampling.server.urls "
+                "out"
+            )
+        self.__dict__["urls"] = self.launch.urls
+        return self
+
+    def command(self, launch: Launch) -> list[str]:
+        """Return the command that starts a server, without launch.arguments.
+
+        Raises:
+            ConfigError: a server of this kind cannot be started.
+        """
+        del launch
+        raise ConfigError(f"sampling.server.launch: a server of type {self.type} cannot be started; set urls")
+
+    def launch_environment(self, launch: Launch) -> Mapping[str, str]:
+        """Return environment variables that the command needs."""
+        del launch
+        return {}
 
     def location(self, folder: Path, root: Path) -> str:
         """Return a folder below `root` as the servers see it."""

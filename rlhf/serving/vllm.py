@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from rlhf.serving.http import JsonHttp
 from rlhf.serving.routes import EXACT, Answer, Ask, choices_of, read_choice, score
-from rlhf.serving.server import Push, Server
+from rlhf.serving.server import Launch, Push, Server
 
 SHORT_S = 60.0
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM knows
 TRUNCATING = ("top_p", "top_k", "min_p")
 CHANGING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "bad_words")
 OURS = ("prompt", "n", "seed", "temperature", "max_tokens", "stop_token_ids", "logprobs", "return_token_ids", "model")
@@ -47,6 +49,22 @@ class VllmServer(Server):
             if name in OURS:
                 raise ValueError(f"{name} is set by the trainer: remove it")
         return params
+
+    def command(self, launch: Launch) -> list[str]:
+        """Start vLLM; what a GPU or a CPU needs besides is in launch.arguments."""
+        program = self.launch.program if self.launch is not None else None
+        command = [program or "vllm", "serve", launch.model, "--served-model-name", self.model]
+        command += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
+        command += ["--logprobs-mode", "processed_logprobs"]
+        if launch.lora_rank is None:
+            return command
+        rank = next((rank for rank in LORA_RANKS if rank >= launch.lora_rank), launch.lora_rank)
+        return [*command, "--enable-lora", "--max-lora-rank", str(rank)]
+
+    def launch_environment(self, launch: Launch) -> Mapping[str, str]:
+        """Open the routes that load weights."""
+        lora = {} if launch.lora_rank is None else {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+        return {"VLLM_SERVER_DEV_MODE": "1", **lora}
 
     def generate(self, http: JsonHttp, ask: Ask) -> Answer:
         """Complete each row by a request of its own, seeded by its key, so that no row depends on another."""

@@ -167,6 +167,7 @@ policy/backtracks     | count    | times that the step was halved (policy_loss.b
     chart/updates: 15 Steps moved back
 kl/sampler_mismatch   | nats     | mean |sampler's - old log-prob| of the sampled tokens; 0 if the sampler's are used
     better: lower; chart/updates: 5 Sampler against trainer
+overlap/age           | steps    | updates between the policy that sampled the step and the one trained (overlap.ahead)
 correction/weight     | -        | mean importance weight policy / sampler of the step's tokens (sampling.correction)
     chart/updates: 16 Importance weights of the correction
 correction/ess        | share    | effective sample size of these weights, as a share of the tokens

@@ -66,6 +66,8 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
             collected.metrics.add(name, value)
     if run.config.reward.shaping.normalize is not None:
         collected = normalize_scores(run, collected)
+    if run.ahead is not None:
+        collected.metrics.add("overlap/age", float(run.ahead.age(step)))
     if run.servers is not None:
         ranks = run.session.ranks
         collected.metrics.merge(ranks.on_main(run.servers.take_metrics))

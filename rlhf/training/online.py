@@ -28,6 +28,8 @@ def train(run: OnlineRun) -> None:
     finally:
         if run.episodes is not None:
             run.episodes.pool.stop()
+        if run.servers is not None:
+            run.servers.close()
 
 
 def _train(run: OnlineRun) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,10 +43,24 @@ def sample_and_score_in_parts(
     return merged, concat_scores(all_scores)
 
 
-class CompletionPrefetcher:
-    """Samples each step's completions during the update before it, from the policy before that update: one step behind.
+@dataclass(frozen=True)
+class _Drawn:
+    """The completions of a step: drawn, being drawn, or waiting to be drawn, by the policy after so many updates."""
 
-    They come from a copy of the policy, made when sampling begins, so they do not depend on the update's timing.
+    future: Future[Completions]
+    updates: int
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether drawing has ended with an error; it waits for the end."""
+        return self.future.exception() is not None
+
+
+class CompletionPrefetcher:
+    """Samples each step's completions `behind` steps before its own update, from the policy as it is then.
+
+    They come from a copy of the policy, made when sampling begins, so they do not depend on the update's timing. The
+    first steps are all drawn by the policy of the start.
     """
 
     def __init__(
@@ -54,56 +69,91 @@ class CompletionPrefetcher:
         refresh: Callable[[], None],
         *,
         last_step: int,
+        behind: int = 1,
+        keep: Callable[[], Callable[[], None]] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Set `draw`, which samples a step's completions from the copy, and `refresh`, which updates the copy.
+        """Set what samples and what it samples from. On a GPU it runs beside the update, on a stream of its own.
 
-        On a GPU the two take turns on streams of their own: sampling runs beside the update.
+        Args:
+            draw: samples a step's completions from the copy.
+            refresh: puts the policy's weights into the copy.
+            last_step: the last step of the run, after which nothing is sampled.
+            behind: steps between a policy and the step whose completions it samples.
+            keep: keeps the policy's weights apart while the copy is in use, and returns what puts them into it; needed
+                where `behind` is more than 1.
+            device: where the policy is; None: the CPU.
         """
-        self._draw = draw
-        self._refresh = refresh
-        self._last_step = last_step
-        self._drawn: dict[int, Future[Completions]] = {}
+        self._draw, self._refresh, self._keep = draw, refresh, keep
+        self._last_step, self._behind = last_step, behind
+        self._drawn: dict[int, _Drawn] = {}
         self._streams = SideStream(device or torch.device("cpu"))
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead")
 
     def take(self, step: int) -> Completions:
-        """Return the completions of `step`, and start sampling those of the next step."""
+        """Return the completions of `step`, and start sampling those of the steps after it that are not begun."""
         if step not in self._drawn:
-            self._begin(step)
+            self._begin([step], updates=step - 1)
         try:
-            completions = self._drawn[step].result()
+            completions = self._drawn[step].future.result()
         except BaseException:
             del self._drawn[step]  # a checkpoint that is saved now has no completions of this step
             raise
-        self._drawn = {step: self._drawn[step]}
-        if step < self._last_step:
-            self._begin(step + 1)
+        self._drawn = {number: drawn for number, drawn in self._drawn.items() if number >= step}
+        coming = range(step + 1, min(step + self._behind, self._last_step) + 1)
+        self._begin([number for number in coming if number not in self._drawn], updates=step - 1)
         return completions
 
-    def _begin(self, step: int) -> None:
-        self._refresh()
-        self._drawn[step] = self._pool.submit(_without_gradient, self._streams.beside(partial(self._draw, step)))
+    def age(self, step: int) -> int:
+        """Return how many updates older than the policy the one is that drew the completions of this step."""
+        return step - 1 - self._drawn[step].updates
+
+    def _begin(self, steps: Sequence[int], *, updates: int) -> None:
+        """Let steps be drawn, one after the other, from the weights as they are now."""
+        if not steps:
+            return
+        put = None
+        if all(drawn.future.done() for drawn in self._drawn.values()):
+            self._refresh()
+        else:
+            assert self._keep is not None, "one step ahead there is one draw at a time"
+            put = self._keep()
+        for number in steps:
+            work = partial(self._drawn_from, put, number)
+            self._drawn[number] = _Drawn(self._pool.submit(_without_gradient, self._streams.beside(work)), updates)
+            put = None  # the next one is drawn from the same copy
+
+    def _drawn_from(self, put: Callable[[], None] | None, step: int) -> Completions:
+        if put is not None:
+            put()
+        return self._draw(step)
 
     def saved(self, state: TrainState) -> dict[str, Any]:
-        """Return the next step's completions for a checkpoint, as the weights that drew them are gone; {} if none."""
-        step = state.step + 1
-        if step not in self._drawn:
-            return {}
-        completions = self._drawn[step].result()
-        return {
-            "step": step,
-            "completion_ids": completions.completion_ids,
-            "completion_mask": completions.completion_mask,
-            "sampler_logprobs": completions.sampler_logprobs,
-            "finished": completions.finished,
-            "group_size": completions.group_size,
-        }
+        """Return the next steps' completions for a checkpoint, as the weights that drew them are gone; {} if none.
 
-    def restore(self, step: int, completions: Completions) -> None:
-        """Restore the completions of `step` from a checkpoint."""
-        self._drawn[step] = Future()
-        self._drawn[step].set_result(completions)
+        It waits for those that are being drawn. A draw that failed is begun again after the checkpoint is loaded.
+        """
+        drawn = {n: d for n, d in sorted(self._drawn.items()) if n > state.step and not d.has_failed}
+        return {"drawn": [_as_saved(n, d.future.result(), d.updates) for n, d in drawn.items()]} if drawn else {}
+
+    def restore(self, step: int, completions: Completions, updates: int) -> None:
+        """Restore the completions of `step`, drawn by the policy after so many updates, from a checkpoint."""
+        self._drawn[step] = _Drawn(Future(), updates)
+        self._drawn[step].future.set_result(completions)
+
+
+def _as_saved(step: int, completions: Completions, updates: int) -> dict[str, Any]:
+    """Return what a checkpoint holds of completions: not their prompts, which the data set has."""
+    return {
+        "step": step,
+        "updates": updates,
+        "completion_ids": completions.completion_ids,
+        "completion_mask": completions.completion_mask,
+        "sampler_logprobs": completions.sampler_logprobs,
+        "finished": completions.finished,
+        "group_size": completions.group_size,
+        "sampler_support": completions.sampler_support,
+    }
 
 
 @torch.no_grad()

@@ -283,7 +283,7 @@ def correction_metrics(experience: Experience, correction: Correction | None) ->
     """Compute the metrics of the importance weights of sampling.correction; none without one."""
     if correction is None:
         return Metrics()
-    return Metrics(correction.measure(experience.logprobs, experience.sampler_logprobs, experience.completion_mask))
+    return Metrics(correction.measure(experience.logprobs, experience.sampler_logprobs, experience.action_mask))
 
 
 def part_metrics(scores: Scores) -> Metrics:

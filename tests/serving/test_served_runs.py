@@ -30,6 +30,12 @@ PRESETS = {
     "remax": ["algorithm.preset=remax", "batch.epochs=1", "batch.minibatches=1"],
     "lora": ["algorithm.preset=grpo", "sampling.completions_per_prompt=4", "policy.lora.r=2", "policy.lr=0.1"],
     "ahead": ["algorithm.preset=ppo", "overlap.ahead=true"],
+    "top-p": ["algorithm.preset=grpo", "sampling.completions_per_prompt=4", "sampling.top_p=0.8", "sampling.top_k=6"],
+    "three ahead": [
+        "algorithm.preset=grpo",
+        "sampling.completions_per_prompt=4",
+        "overlap={ahead: true, ahead_steps: 3}",
+    ],
 }
 
 

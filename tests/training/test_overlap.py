@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rlhf.config.load import train_config
 from rlhf.errors import ConfigError, RewardError
 from rlhf.training.collect import sampling_key
 from rlhf.training.online import train
-from rlhf.training.overlap import sample_and_score_in_parts
+from rlhf.training.overlap import CompletionPrefetcher, sample_and_score_in_parts
 from rlhf.types import Completions, Prompts, Scores
 
 PATIENCE_S = 60.0
@@ -98,6 +99,61 @@ def test_a_step_is_drawn_by_the_policy_before_the_last_update(tmp_path: Path) ->
     assert len(taken) == 4
 
 
+@pytest.mark.parametrize("behind", [2, 4])
+def test_a_step_is_drawn_by_the_policy_of_so_many_updates_before(tmp_path: Path, behind: int) -> None:
+    tree = ppo_tree(tmp_path, overlap={"ahead": True, "ahead_steps": behind}, schedule={"steps": 7})
+    run = online(tree)
+    assert run.ahead is not None
+    before: list[dict[str, torch.Tensor]] = []
+    taken: list[Completions] = []
+    ages: list[int] = []
+    take = run.ahead.take
+
+    def noted(step: int) -> Completions:
+        before.append(weights(run.models.policy))
+        taken.append(take(step))
+        assert run.ahead is not None
+        ages.append(run.ahead.age(step))
+        return taken[-1]
+
+    run.ahead.take = noted  # type: ignore[method-assign]
+    train(run)
+    assert ages == [min(step, behind) for step in range(7)]
+    assert not torch.equal(before[0]["lm_head.weight"], before[6]["lm_head.weight"])
+    for step in range(1, 8):
+        run.models.policy.load_state_dict(before[step - 1 - ages[step - 1]])
+        key = sampling_key(run.config, step)
+        again = run.sampler.sample(run.prompts(step), key=key, group_size=1)
+        assert torch.equal(again.completion_ids, taken[step - 1].completion_ids)
+        assert torch.allclose(again.sampler_logprobs, taken[step - 1].sampler_logprobs, atol=1e-6)
+
+
+def test_a_slow_sampler_changes_nothing() -> None:
+    """Weights that wait for the sampler are kept apart: what is drawn is that of the time at which it was begun."""
+    policy, copy, release = [0], [0], threading.Event()
+    drawn: dict[int, int] = {}
+
+    def draw(step: int) -> Completions:
+        if step > 1:
+            assert release.wait(PATIENCE_S)
+        drawn[step] = copy[0]
+        return ragged()
+
+    def keep() -> Callable[[], None]:
+        kept = policy[0]
+        return lambda: copy.__setitem__(0, kept)
+
+    ahead = CompletionPrefetcher(draw, lambda: copy.__setitem__(0, policy[0]), last_step=5, behind=3, keep=keep)
+    ahead.take(1)  # 2 to 4 wait
+    policy[0] = 1
+    waiting = threading.Timer(0.2, release.set)
+    waiting.start()
+    for step in range(2, 6):
+        ahead.take(step)
+        policy[0] = step
+    assert drawn == {1: 0, 2: 0, 3: 0, 4: 0, 5: 1}
+
+
 def test_a_policy_that_stands_still_is_never_behind(tmp_path: Path) -> None:
     still = {"policy": {"lr": 1e-30}, "critic": {"lr": 1e-30}}
     for name in ("plain", "ahead"):
@@ -113,12 +169,14 @@ def test_a_policy_that_stands_still_is_never_behind(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_its_reward_stopped_goes_on_with_the_same_completions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("behind", [1, 3])
+def test_a_run_that_its_reward_stopped_goes_on_with_the_same_completions(tmp_path: Path, behind: int) -> None:
     """Those of the step that had no scores are kept: the weights they were drawn by are gone."""
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
-    whole = trained(ppo_tree(tmp_path / "whole", overlap={"ahead": True}))
-    tree = ppo_tree(tmp_path / "stopped", overlap={"ahead": True})
+    stale = {"overlap": {"ahead": True, "ahead_steps": behind}, "schedule": {"steps": 6}}
+    whole = trained(ppo_tree(tmp_path / "whole", **stale))
+    tree = ppo_tree(tmp_path / "stopped", **stale)
     tree["policy"]["model"] = str(tmp_path / "whole" / "model")
     run = online(tree)
     reward, left = run.reward.source, [4]  # type: ignore[attr-defined]
@@ -157,6 +215,8 @@ def test_a_shared_critic_needs_the_trainers_pass(tmp_path: Path) -> None:
         ),
         ({"overlap": {"reward_parts": 2}}, "reward_parts=1"),
         ({"sampling": {"old_log_probs": "sampler"}}, "old_log_probs=auto"),
+        ({"overlap": {"ahead": False, "ahead_steps": 2}}, "ahead_steps is read with overlap.ahead=true"),
+        ({"overlap": {"ahead_steps": 5}}, "less than or equal to 4"),
     ],
 )
 def test_what_cannot_be_drawn_ahead_is_said(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

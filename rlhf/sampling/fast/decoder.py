@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, Cache, PretrainedConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
+from rlhf.algo.support import Limits, pack, renormalized
 from rlhf.batching import widen
 from rlhf.models.adapters import base_model, is_adapted, is_lora_linear
 from rlhf.models.backbone import CausalLM
@@ -631,6 +632,26 @@ def sample_token(
     else:
         token = inverse_cdf(probabilities.to(uniform.device), uniform).to(scores.device)
     return token, probabilities.gather(1, token[:, None]).squeeze(1).log()
+
+
+def sample_within(
+    scores: Float[Tensor, "B V"], uniform: Float[Tensor, " B"] | None, temperature: float, limits: Limits
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"], UInt8[Tensor, "B W"]]:
+    """Pick a token for each row among those that the limits leave, as `sample_token` does among all.
+
+    Returns:
+        The tokens, their log-probabilities among those left (nats), and which were left (`algo.support.pack`).
+    """
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    whole = (wide if temperature == 1.0 else wide / temperature).softmax(dim=-1)
+    support = limits.support(whole)
+    probabilities = renormalized(whole, support)
+    token = best = whole.argmax(dim=-1)
+    if uniform is not None:
+        token = inverse_cdf(probabilities.to(uniform.device), uniform).to(scores.device)
+        is_left = support.gather(1, token[:, None]).squeeze(1)
+        token = torch.where(is_left, token, best)  # a sum rounded up may end behind the last token that has a share
+    return token, probabilities.gather(1, token[:, None]).squeeze(1).log(), pack(support)
 
 
 def inverse_cdf(probabilities: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[Tensor, " B"]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from rlhf.batching import extend
@@ -24,6 +24,7 @@ from rlhf.sampling.fast.decoder import (
     GraphDecoder,
     ModelDecoder,
     sample_token,
+    sample_within,
     supports_fused_decoding,
     supports_length,
     verify_decoder,
@@ -31,6 +32,7 @@ from rlhf.sampling.fast.decoder import (
 from rlhf.sampling.fast.kv_cache import KVCache, UnsupportedModel, prefill
 from rlhf.sampling.fast.recorded import COLUMN_MULTIPLE, RecordedGeneration, RecordedSampler, RowSlots, TrialCache
 from rlhf.sampling.generate import HFSampler, repeat_rows, rotation_kinds
+from rlhf.sampling.support import limits_of
 from rlhf.types import Completions, Prompts
 
 SLACK = 8  # compact the batch when one row in this many is finished: compacting costs a copy
@@ -58,6 +60,17 @@ class _RunningRows:
         return _RunningRows(*(torch.cat(pair) for pair in pairs))
 
 
+@dataclass(frozen=True)
+class _Generated:
+    """What was decoded, on the CPU; entries beyond a row's length have no meaning."""
+
+    ids: Int[Tensor, "B T"]
+    logprobs: Float[Tensor, "B T"]
+    lengths: Int[Tensor, " B"]
+    finished: Bool[Tensor, " B"]  # ended with EOS
+    supports: UInt8[Tensor, "B T W"] | None = None  # where tokens were left out, those that were not
+
+
 class GenerationBatch:
     """The rows of one call: those that wait, those that run in slots, and the tokens drawn for all of them."""
 
@@ -74,7 +87,7 @@ class GenerationBatch:
     ) -> None:
         """Allocate the cache and the outputs; a `key` of None decodes greedily, `static` is for `RowSlots`."""
         self.model, self.decoder, self.device = model, decoder, device
-        self.temperature, self.length = config.temperature, config.max_new_tokens
+        self.temperature, self.length, self.limits = config.temperature, config.max_new_tokens, limits_of(config)
         rows = len(prompts)
         first, self.prompt = unique_prompts(prompts)
         longest = int(prompts.prompt_mask.sum(dim=1).max())
@@ -98,6 +111,7 @@ class GenerationBatch:
         # One extra column: it takes the tokens that a finished row goes on to draw before it is evicted.
         self.ids = torch.zeros(rows, self.length + 1, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, self.length + 1, device=device)
+        self.supports: Tensor | None = None  # of each token which could be drawn, where limits leave some out
         self.uniforms: Tensor | None = None
         if key is not None:
             positions = torch.arange(self.length + 1, device=device).repeat(rows)
@@ -108,13 +122,8 @@ class GenerationBatch:
         self.last_logits: Tensor | None = None  # the logits after that prompt
         self.running: _RunningRows | None = None
 
-    def generate(
-        self, eos_ids: tuple[int, ...]
-    ) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B T"], Int[Tensor, " B"], Bool[Tensor, " B"]]:
-        """Decode all rows and return ids, log-probabilities, lengths and which rows ended with EOS, on the CPU.
-
-        Entries beyond a row's length have no meaning.
-        """
+    def generate(self, eos_ids: tuple[int, ...]) -> _Generated:
+        """Decode all rows."""
         ends = torch.tensor(eos_ids, dtype=torch.long, device=self.device)
         interval = CHECK_INTERVALS.get(self.device.type, CHECK_INTERVAL)
         self._admit(ends)
@@ -135,7 +144,13 @@ class GenerationBatch:
         if self.uniforms is not None:
             place = self.uniforms.device  # not always that of the rows: see runtime.seeding.uniforms
             uniform = self.uniforms[running.row.to(place), running.drawn.to(place)]
-        token, logprob = sample_token(logits, uniform, self.temperature)
+        if self.limits.are_on:
+            token, logprob, support = sample_within(logits, uniform, self.temperature, self.limits)
+            if self.supports is None:
+                self.supports = support.new_zeros(*self.ids.shape, support.shape[1])
+            self.supports[running.row, running.drawn] = support
+        else:
+            token, logprob = sample_token(logits, uniform, self.temperature)
         if self.logprobs.dtype != logprob.dtype:
             self.logprobs = self.logprobs.to(logprob.dtype)
         self.ids[running.row, running.drawn] = token
@@ -200,9 +215,10 @@ class GenerationBatch:
         index = torch.searchsorted(needed, prompt)
         return torch.tensor(lanes)[index], table[index.to(self.device)]
 
-    def _outputs(self, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _outputs(self, ends: Tensor) -> _Generated:
         ids = self.ids[:, : self.length].cpu()
-        return ids, self.logprobs[:, : self.length].cpu(), *completion_lengths(ids, ends.cpu())
+        supports = None if self.supports is None else self.supports[:, : self.length].cpu()
+        return _Generated(ids, self.logprobs[:, : self.length].cpu(), *completion_lengths(ids, ends.cpu()), supports)
 
 
 def completion_lengths(
@@ -343,7 +359,8 @@ class FastSampler:
     def _candidates(self) -> list[str]:
         """Return the decoders to try, the fastest first."""
         lean = ["lean", "model"] if self._lean_fits else ["model"]
-        return ["recorded", *lean] if self._lean_fits and self.static and self.device.type == "cuda" else lean
+        records = self._lean_fits and self.static and self.device.type == "cuda" and not limits_of(self.config).are_on
+        return ["recorded", *lean] if records else lean
 
     def _trial_cache(self, lanes: int, rows: int, width: int, length: int) -> TrialCache:
         dtype = torch.bfloat16 if self.dtype == "bfloat16" else self._fused_decoder(rows, width + length).dtype
@@ -353,22 +370,25 @@ class FastSampler:
         with _eval_without_grad(self.model), autocast(self.dtype, self.device):
             if self.uses == "recorded" and self._may_copy_prompts(prompts):
                 ids, logprobs = self._replay(prompts, key)
-                lengths, finished = completion_lengths(ids, torch.tensor(self.eos_ids, dtype=torch.long))
+                ends = torch.tensor(self.eos_ids, dtype=torch.long)
+                drawn = _Generated(ids, logprobs, *completion_lengths(ids, ends))
             else:
-                ids, logprobs, lengths, finished = self._generate(prompts, key)
-        width = int(lengths.max())
-        mask = torch.arange(width) < lengths[:, None]
+                drawn = self._generate(prompts, key)
+        width = int(drawn.lengths.max())
+        mask = torch.arange(width) < drawn.lengths[:, None]
+        supports = drawn.supports
         return extend(
             Completions,
             prompts,
-            completion_ids=torch.where(mask, ids[:, :width], self.pad_id),
+            completion_ids=torch.where(mask, drawn.ids[:, :width], self.pad_id),
             completion_mask=mask,
-            sampler_logprobs=torch.where(mask, logprobs[:, :width], 0.0),
-            finished=finished,
+            sampler_logprobs=torch.where(mask, drawn.logprobs[:, :width], 0.0),
+            finished=drawn.finished,
             group_size=group_size,
+            sampler_support=None if supports is None else supports[:, :width] * mask[..., None],
         )
 
-    def _generate(self, prompts: Prompts, key: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _generate(self, prompts: Prompts, key: int | None) -> _Generated:
         """Decode over a cache in which the rows of a prompt share it."""
         decoder = self._decoder(prompts, self.uses)
         static = self.static and isinstance(decoder, FusedDecoder)

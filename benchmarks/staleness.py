@@ -1,0 +1,95 @@
+"""Tabulate and draw what stale samples cost, with and without importance weights.
+
+    rlhf compare configs/lab/compare_stale.yaml
+    python benchmarks/staleness.py runs/compare-stale [--out FILE.json] [--chart FILE.svg]
+
+Per arm and seed: score and KL of the final model on the held-out prompts, the mean effective sample size of the
+weights, and the steps whose estimated KL was negative, which it cannot be for samples of the policy itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+ARMS = {
+    "on_policy": (0, "on policy"),
+    "none_1": (1, "none"),
+    "token_1": (1, "token_truncate"),
+    "none_2": (2, "none"),
+    "token_2": (2, "token_truncate"),
+    "none_4": (4, "none"),
+    "token_4": (4, "token_truncate"),
+    "sequence_4": (4, "sequence_mask"),
+}
+Row = dict[str, Any]
+
+
+def read_seed(folder: Path) -> Row:
+    """Read what a run ended with."""
+    judged = json.loads((folder / "judged.json").read_text(encoding="utf-8"))["metrics"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    kls = [line["kl/reference"] for line in lines if "kl/reference" in line]
+    sizes = [line["correction/ess"] for line in lines if "correction/ess" in line]
+    return {
+        "score": judged["eval/score"],
+        "kl": judged["eval/kl_exact"],
+        "ess": statistics.mean(sizes) if sizes else None,
+        "negative_kl_steps": sum(kl < 0 for kl in kls),
+    }
+
+
+def read_arms(folder: Path) -> dict[str, list[Row]]:
+    """Read the seeds of every arm."""
+    return {name: [read_seed(seed) for seed in sorted((folder / name).glob("seed-*"))] for name in ARMS}
+
+
+def draw(arms: dict[str, list[Row]], chart: Path) -> None:
+    """Draw score and KL against the age of the samples: a point for each seed, a line through the means."""
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.subplots(1, 2)
+    for key, axis, title in (("score", axes[0], "held-out score"), ("kl", axes[1], "KL to the start, nats")):
+        for kind, mark in (("none", "o"), ("token_truncate", "s"), ("sequence_mask", "^")):
+            chosen = {age: arms[name] for name, (age, of) in ARMS.items() if of == kind or age == 0}
+            if kind == "sequence_mask":
+                del chosen[0]
+            ages = sorted(chosen)
+            means = [statistics.mean(row[key] for row in chosen[age]) for age in ages]
+            (line,) = axis.plot(ages, means, label=kind)
+            for age in ages:
+                axis.plot([age] * len(chosen[age]), [row[key] for row in chosen[age]], mark, color=line.get_color())
+        axis.set_title(title)
+        axis.set_xlabel("age of the samples, steps")
+        axis.set_xticks([0, 1, 2, 4])
+    axes[0].legend(title="correction")
+    figure.savefig(chart, metadata={"Date": None})
+
+
+def main() -> None:
+    """Print the table, and write the files that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--chart", type=Path)
+    arguments = parser.parse_args()
+    arms = read_arms(arguments.folder)
+    print("| age, steps | correction | score | KL, nats | steps with KL < 0 |\n|---|---|---|---|---|")  # noqa: T201
+    for name, (age, kind) in ARMS.items():
+        scores = ", ".join(f"{row['score']:.2f}" for row in arms[name])
+        kls = ", ".join(f"{row['kl']:.1f}" for row in arms[name])
+        negative = ", ".join(str(row["negative_kl_steps"]) for row in arms[name])
+        label = "" if age == 0 else f"`{kind}`"
+        print(f"| {age} | {label} | {scores} | {kls} | {negative} |")  # noqa: T201
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps({"arms": arms}, indent=1) + "\n", encoding="utf-8")
+    if arguments.chart is not None:
+        draw(arms, arguments.chart)
+
+
+if __name__ == "__main__":
+    main()
