@@ -24,6 +24,11 @@ def read(name: str) -> dict[str, Any]:
     return content
 
 
+def read_list(name: str) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return content
+
+
 def page(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
@@ -72,13 +77,56 @@ def test_the_seeds_that_the_readme_names() -> None:
     assert wrong(list(start.groups()), read(SEEDS)["start"]) == []
 
 
+DETOX = {
+    "DPO": "dpo",
+    "PPO": "ppo",
+    "RLOO": "rloo",
+    "GRPO": "grpo",
+    "SFT, more rewrites": "sft",
+    "online DPO": "online_dpo",
+    "rejection sampling": "rejection_sampling",
+}
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/experiments/detox.md"])
-def test_the_chain_on_smollm2(name: str) -> None:
+def test_the_comparison_on_people_s_pairs(name: str) -> None:
+    results = read("compare_detox.json")
+    seen = set()
+    for row in rows(page(name)):
+        if len(row) != 5 or not row[1].startswith("."):
+            continue
+        if row[0] not in DETOX or len(row[4].partition(".")[2]) != 1:  # a fluency has three decimals: the chain's table
+            continue
+        arm = results["arms"][DETOX[row[0]]]["seeds"][0]
+        suite = arm["suites"]["detox"]
+        j = suite["j"]
+        assert wrong(numbers(row[1].replace(".", "0.")), [j["value"], j["low"], j["high"]]) == [], row
+        assert wrong(numbers("0" + row[2]), [suite["style"]["value"]]) == [], row
+        assert wrong(numbers("0" + row[3]), [suite["similarity"]["value"]]) == [], row
+        assert wrong(numbers(row[4]), [arm["kl"]]) == [], row
+        seen.add(row[0])
+    assert seen == set(DETOX)
+
+
+def test_the_share_of_the_reward_that_a_critic_can_explain() -> None:
+    (start, after), seen = read_list("critic_ceiling.json"), set()
+    assert (start["policy"], after["policy"]) == ("runs/detox/sft", "runs/detox/ppo")
+    for row in rows(page("docs/experiments/detox.md")):
+        key = {"the reward model's own head on unfinished answers": "the reward model's own head"}.get(row[0], row[0])
+        if len(row) == 3 and key in start:
+            shown = [cell.replace("−", "-").replace(".", "0.") for cell in row[1:]]
+            assert wrong(shown, [start[key], after[key]]) == [], row
+            seen.add(key)
+    assert len(seen) == 5
+
+
+def test_the_chain_on_smollm2() -> None:
+    name = "docs/experiments/detox.md"
     measured = {arm: result["figures"] for arm, result in read("detox.json")["models"].items()}
     whose = {"SFT": ("sft", ""), "PPO": ("ppo", ""), "people": ("ppo", "human_")}
     seen = set()
     for row in rows(page(name)):
-        if row[0] not in whose or "." not in row[1] or len(row) < 4 or not row[1].startswith("."):
+        if row[0] not in whose or len(row) != 5 or not row[1].startswith(".") or row[4][:1] not in ("1", "."):
             continue
         arm, prefix = whose[row[0]]
         j, style, similarity = (measured[arm][prefix + figure] for figure in ("j", "style", "similarity"))

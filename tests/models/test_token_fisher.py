@@ -40,10 +40,7 @@ def experience() -> Experience:
     mask = rows.completion_mask.clone()
     mask[1, 2] = False
     mask[2] = False
-    ones = torch.ones_like(zeros)
-    return extend(
-        Experience, rollout, loss_mask=mask, rewards=zeros, advantages=zeros, returns=zeros, hint_weights=ones
-    )
+    return extend(Experience, rollout, loss_mask=mask, rewards=zeros, advantages=zeros, returns=zeros)
 
 
 def adapted(family: str, **config: Any) -> CausalLM:

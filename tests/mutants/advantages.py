@@ -200,7 +200,7 @@ ADVANTAGES = [
     Mutant(
         name="returns-of-whitened-advantages",
         file="rlhf/algorithms/gae.py",
-        before="return (whiten(advantages, mask) if whitens_step else advantages), returns",
+        before="return (whiten(advantages, mask, weights=rollout.hint_weights) if whitens_step else advantages), returns",
         after="return whiten(advantages, mask), whiten(advantages, mask) + rollout.values",
         why="the critic learns whitened targets",
         tests=("tests/algo/test_objective.py",),
@@ -208,8 +208,8 @@ ADVANTAGES = [
     Mutant(
         name="whitened-rewards-lose-their-mean",
         file="rlhf/algorithms/gae.py",
-        before="whiten(rewards, mask, shift_mean=False)\n        advantages, returns",
-        after="whiten(rewards, mask)\n        advantages, returns",
+        before="shift_mean=False, weights=rollout.hint_weights)",
+        after="weights=rollout.hint_weights)",
         why="every token pays the mean reward: the length is rewarded or punished",
         tests=("tests/algo/test_objective.py",),
     ),
