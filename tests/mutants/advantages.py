@@ -200,8 +200,8 @@ ADVANTAGES = [
     Mutant(
         name="returns-of-whitened-advantages",
         file="rlhf/algorithms/gae.py",
-        before="return (whiten(advantages, mask, weights=rollout.hint_weights) if whitens_step else advantages), returns",
-        after="return whiten(advantages, mask), whiten(advantages, mask) + rollout.values",
+        before="weights=rollout.hint_weights) if whitens_step else advantages), returns",
+        after="weights=rollout.hint_weights) if whitens_step else advantages), whiten(returns, mask)",
         why="the critic learns whitened targets",
         tests=("tests/algo/test_objective.py",),
     ),
