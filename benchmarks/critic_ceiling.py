@@ -140,8 +140,8 @@ def main() -> None:
     arguments = parser.parse_args()
     result = measure(arguments)
     if arguments.json is not None:
-        found = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json.is_file() else []
-        arguments.json.write_text(json.dumps([*found, result], indent=1) + "\n", encoding="utf-8")
+        before = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json.is_file() else []
+        arguments.json.write_text(json.dumps([*before, result], indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))  # noqa: T201
 
 
