@@ -50,7 +50,7 @@ def explained(values: Tensor, returns: Tensor) -> float:
 
 
 def ridge(features: Tensor, targets: Tensor, fold: Tensor, penalty: float) -> Tensor:
-    """Predict each row's target by a linear head that was fitted on the other folds; features [N, D]."""
+    """Compute each row's value by a linear head that was fitted on the other folds; features [N, D]."""
     predicted = torch.zeros_like(targets)
     for number in range(FOLDS):
         seen = fold != number

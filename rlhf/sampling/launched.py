@@ -87,7 +87,7 @@ class LaunchedServer:
                 self._process.stdin.close()
 
     def stop(self) -> None:
-        """Stop the process for good, and wait for its end."""
+        """End the process for good, and wait until it has ended."""
         self._is_over = True
         self._close_input()
         if self._process is not None:

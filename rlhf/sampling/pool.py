@@ -171,7 +171,7 @@ class ServerPool:
             time.sleep(POLL_S if waiting else 0.0)
 
     def close(self) -> None:
-        """Stop the servers that this run has started."""
+        """End the servers that this run has started."""
         for remote in self.remotes:
             if remote.process is not None:
                 remote.process.stop()

@@ -22,7 +22,7 @@ def limits_of(config: SamplingConfig) -> Limits:
 
 
 def to_text(support: UInt8[Tensor, "T W"]) -> str:
-    """Compress the packed support of a completion."""
+    """Write the packed support of a completion as text."""
     return base64.b64encode(zlib.compress(support.contiguous().numpy().tobytes(), LEVEL)).decode()
 
 
