@@ -74,7 +74,7 @@ def whiten(
     """Normalize the live entries to zero mean and unit variance; the others become zero.
 
     (x - mean) / sqrt(var + eps); `shift_mean=False` adds the mean back. The variance is the population's (divided by
-    n), as in lm-human-preferences. With importance `weights` w both moments are those of the policy that they lead to:
+    n), as in lm-human-preferences. Importance `weights` w replace both moments by weighted ones:
     mean = sum w x / sum w, var = sum w (x - mean)^2 / sum w.
     """
     if weights is None:
@@ -93,9 +93,11 @@ def explained_variance(values: Float[Tensor, "B T"], returns: Float[Tensor, "B T
 
         1 - Var(R - V) / Var(R)
 
-    1 is perfect, 0 is as good as a constant, below 0 is worse than that; NaN where Var(R) is 0.
+    1 is perfect, 0 is as good as a constant, below 0 is worse than that; NaN where Var(R) is 0, or is lost in the
+    rounding of Var(R - V).
     """
     error = returns - values
     error_variance = masked_mean((error - masked_mean(error, mask)) ** 2, mask)
     variance = masked_mean((returns - masked_mean(returns, mask)) ** 2, mask)
-    return float(1.0 - error_variance / variance) if variance > 0 else float("nan")
+    smallest = torch.finfo(returns.dtype).eps * error_variance
+    return float(1.0 - error_variance / variance) if variance > smallest else float("nan")

@@ -93,8 +93,7 @@ def sequence_importance(
     importance sampling is Ionides 2008. The ratio is computed in the widest type, from a sum over tokens.
     """
     total = widen(torch.where(mask, logprobs - sampler_logprobs, 0.0)).sum(dim=1, keepdim=True)
-    weights = total.clamp(max=LARGEST_LOG_RATIO).exp().clamp(max=cap).to(logprobs.dtype)
-    return torch.where(mask, weights, 1.0)
+    return torch.where(mask, _capped_ratio(total, cap).to(logprobs.dtype), 1.0)
 
 
 def rest_importance(
@@ -112,8 +111,11 @@ def rest_importance(
     """
     ratios = widen(torch.where(mask, logprobs - sampler_logprobs, 0.0))
     rest = ratios.flip(1).cumsum(1).flip(1)
-    weights = rest.clamp(max=LARGEST_LOG_RATIO).exp().clamp(max=cap).to(logprobs.dtype)
-    return torch.where(mask, weights, 1.0)
+    return torch.where(mask, _capped_ratio(rest, cap).to(logprobs.dtype), 1.0)
+
+
+def _capped_ratio(log_ratio: Float[Tensor, "B T"], cap: float) -> Float[Tensor, "B T"]:
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp().clamp(max=cap)
 
 
 def success_shares(scores: Float[Tensor, " B"], group_size: int, *, solved_above: float) -> Float[Tensor, " N"]:

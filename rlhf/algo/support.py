@@ -4,9 +4,8 @@ With the policy pi and the set S_t of tokens that top-k, top-p and min-p leave a
 
     pi_S(y_t) = pi(y_t) / Σ_{j in S_t} pi(j),   y_t in S_t.
 
-A trainer that takes log pi for it is wrong by the probability that was left out: its ratios are pi / pi_S = Σ_{S_t} pi
-at the first update, and its gradient is that of another objective. The sets are kept with the completions, and the
-trainer computes
+A trainer that uses log pi instead has ratios of pi / pi_S = Σ_{S_t} pi at the first update, not 1, and follows the
+gradient of another objective. So each completion is stored with its sets, and the trainer computes
 
     log pi_S(y_t) = log pi(y_t) - log Σ_{j in S_t} exp log pi(j),
 

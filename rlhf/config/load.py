@@ -364,11 +364,14 @@ def _unread_by_offline(config: OfflineConfig) -> list[tuple[str, str]]:
 
 
 def _unread_by_reward_model(config: RewardModelConfig) -> list[tuple[str, str]]:
-    why = "a reward model does not read it"
+    why, of_steps = "a reward model does not read it", "a process reward model does not read it"
+    is_of_steps = config.process is not None
     return [
         *_changed_among(config.data, "data.", ("prompts", "eval_prompts", "sft", "eval_sft"), why),
         *_changed_among(config.batch, "batch.", ("epochs", "minibatches", "shuffle"), why),
         *_changed_among(config.model, "model.", ("ema_decay",), why),
+        *(_changed_among(config, "", ("calibration",), of_steps) if is_of_steps else []),
+        *(_changed_among(config.model, "model.", ("export_dtype",), of_steps) if is_of_steps else []),
     ]
 
 

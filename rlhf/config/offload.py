@@ -7,9 +7,10 @@ from rlhf.section import Section
 
 
 class OffloadConfig(Section):
-    """What is in the machine's memory instead of the GPU's while a part of a step does not read it (online).
+    """Move models, moments and the sampler off the GPU while a part of a step does not read them (online).
 
-    It saves GPU memory and takes the time of the copies. No result changes. On a CPU nothing is moved.
+    They wait in the memory of the machine. This saves GPU memory and costs the time of the copies. No result changes.
+    On a CPU nothing is moved.
     """
 
     frozen_models: bool = False

@@ -70,6 +70,13 @@ def test_explained_variance_by_hand(values, expected):
     assert explained_variance(row, table([1, 2, 3, 4, NAN]), mask) == pytest.approx(expected, abs=1e-12)
 
 
+def test_explained_variance_of_returns_that_are_rounding_is_undefined():
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    values, returns = torch.tensor([[0.3, -0.2, 0.1]]), torch.tensor([[1e-7, 0.0, -1e-7]])
+    assert math.isnan(explained_variance(values, returns, mask))
+    assert explained_variance(values, 1e-2 * values, mask) == pytest.approx(1 - 0.99**2 / 0.01**2, rel=1e-4)
+
+
 def test_explained_variance_of_a_constant_is_undefined():
     mask = live([1, 1, 0])
     assert math.isnan(explained_variance(table([1, 2, 3]), table([5, 5, 7]), mask))

@@ -18,7 +18,7 @@ from transformers import AutoModelForTokenClassification
 from reward_model.steps import StepLoss
 from rlhf.api.training import run_reward_model
 from rlhf.config.data import PreferencesConfig
-from rlhf.config.load import reward_model_config, validate
+from rlhf.config.load import reward_model_config, unread_warnings, validate
 from rlhf.data.rows import BadRow, Row
 from rlhf.data.steps import StepEncoder, check_kinds, load_steps, read_steps
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
@@ -122,6 +122,17 @@ def tree(folder: Path, **changes: Any) -> dict[str, Any]:
         "checkpoint": {"every": 10},
         **changes,
     }
+
+
+def test_settings_without_effect_are_named(tmp_path: Path) -> None:
+    config = reward_model_config(tree(tmp_path, calibration={"limit": 8}))
+    assert [text.split(" is set", 1)[0] for text in unread_warnings(config)] == ["calibration"]
+    changed = tree(tmp_path)
+    changed["model"]["export_dtype"] = "bfloat16"
+    assert [text.split(" is set", 1)[0] for text in unread_warnings(reward_model_config(changed))] == [
+        "model.export_dtype"
+    ]
+    assert unread_warnings(reward_model_config(tree(tmp_path))) == []
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
