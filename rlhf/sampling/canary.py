@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from rlhf.types import Completions, Prompts
 TAIL = 4  # last ids of the vocabulary in the forced text
 SPREAD = 4  # ids spread over the vocabulary before them
 KEY = 20_260_501  # of the canary's draws
+ROUNDINGS = 2.0  # times the trainer's own rounding: the server rounds too, in another order
 CLOSER = 0.1  # a hypothesis explains a difference if at most this share of it remains
 
 
@@ -109,6 +110,26 @@ def compare(
             models.policy_tokens(forced_rows.to(models.device), temperature=1.0).logprobs, served_forced, forced_rows
         ),
     )
+
+
+@torch.no_grad()
+def is_rounding(models: Models, reading: Reading) -> bool:
+    """Check whether arithmetic in 16 bits explains the differences, by the trainer's own.
+
+    Each has to be at most ROUNDINGS times what the trainer's arithmetic changes on the same tokens against float32. It
+    changes unlikely tokens most. In float32 it changes nothing, and the answer is no.
+    """
+    wide = replace(models, dtype="float32")
+    for rows, difference, temperature in (
+        (reading.drawn, reading.drawn_difference, None),
+        (reading.forced, reading.forced_difference, 1.0),
+    ):
+        on_device = rows.to(models.device)
+        exact = wide.policy_tokens(on_device, temperature=temperature).logprobs.cpu().double()
+        rounding = _difference(models.policy_tokens(on_device, temperature=temperature).logprobs, exact, rows)
+        if not difference <= ROUNDINGS * rounding:
+            return False
+    return True
 
 
 def _difference(own: Tensor, served: Tensor, rows: Completions) -> float:

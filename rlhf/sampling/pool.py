@@ -17,7 +17,17 @@ from torch import Tensor
 
 from rlhf.errors import ConfigError, SamplingError
 from rlhf.models.text_config import text_config
-from rlhf.sampling.canary import KEY, Reading, compare, differing, forced_tail, likely_cause, misread, unchanged_mode
+from rlhf.sampling.canary import (
+    KEY,
+    Reading,
+    compare,
+    differing,
+    forced_tail,
+    is_rounding,
+    likely_cause,
+    misread,
+    unchanged_mode,
+)
 from rlhf.sampling.launched import LaunchedServer
 from rlhf.sampling.push import PushedPolicy, WeightFolders, tensor_digest
 from rlhf.serving.http import JsonHttp, ServerDown, ServerRefused
@@ -287,8 +297,15 @@ class ServerPool:
         with unchanged_mode(policy.model):
             reading = compare(models, self._prompts, answer, forced, scored, pad_id=self.pad_id)
             self._canary = max(self._canary, reading.largest)
-            if reading.largest > canary.bound_for(self.dtype):
+            if reading.largest > canary.bound_for(self.dtype) and not self._is_rounding(remote, policy, reading):
                 raise SamplingError(self._explain(remote, policy, reading))
+
+    def _is_rounding(self, remote: Remote, policy: PushedPolicy, reading: Reading) -> bool:
+        """Check whether rounding explains a difference; not if the user has set a bound, or a tensor has other bits."""
+        if self.config.canary.bound is not None or not is_rounding(policy.models, reading):
+            return False
+        served = self.config.digests(remote.http)
+        return served is None or not differing(self._digests, served)
 
     def _explain(self, remote: Remote, policy: PushedPolicy, reading: Reading) -> str:
         """Describe a difference that the canary found, with its likely cause."""

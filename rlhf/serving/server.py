@@ -34,7 +34,7 @@ class CanaryConfig(Section):
     """Tokens of each of these completions."""
     bound: Positive | None = None
     """Largest difference of a token's log-probability, in nats; beyond it the run stops. null: 1e-3, in bfloat16
-    0.1."""
+    0.1, or twice what the trainer's own rounding changes on the same tokens."""
 
     def bound_for(self, dtype: str) -> float:
         """Return the bound for weights and arithmetic of this dtype."""

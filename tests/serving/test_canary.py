@@ -130,18 +130,18 @@ def model_folder(folder: Path) -> str:
     return saved(tiny(dtype=torch.float32, tie_word_embeddings=True), folder / "model")
 
 
-def pool_of(kind: str, url: str, folder: Path, **server: Any) -> ServerPool:
+def pool_of(kind: str, url: str, folder: Path, *, dtype: str = "float32", **server: Any) -> ServerPool:
     section = SamplingConfig(server={"type": kind, "urls": [url], **server}).server  # type: ignore[arg-type]
     assert section is not None
-    return ServerPool(section, folder / "weights", dtype="float32", pad_id=PAD)
+    return ServerPool(section, folder / "weights", dtype=dtype, pad_id=PAD)
 
 
-def policy_of(model: str, *, lora: bool) -> PushedPolicy:
+def policy_of(model: str, *, lora: bool, dtype: str = "float32") -> PushedPolicy:
     policy: CausalLM = load_causal_lm(model)
     if lora:
         policy = add_lora(policy, LoraConfig(r=2))
         perturb(policy, 7)
-    return PushedPolicy(Models(policy=policy, temperature=1.0, dtype="float32", device=CPU))
+    return PushedPolicy(Models(policy=policy, temperature=1.0, dtype=dtype, device=CPU))
 
 
 @torch.no_grad()
@@ -185,6 +185,40 @@ def test_a_sound_server_passes_after_every_push(tmp_path: Path, kind: str, lora:
         for seed in range(4):
             assert push(pool, policy) < 1e-4
             perturb(policy.model, seed)
+
+
+LARGE = 60.0  # times a norm: logits whose rounding in bfloat16 is above the bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_in_bfloat16_is_no_mistake(tmp_path: Path, kind: str) -> None:
+    model = model_folder(tmp_path)
+    policy = policy_of(model, lora=False, dtype="bfloat16")
+    pushed_tensors(policy.model)["model.norm.weight"].mul_(LARGE)
+    with listening(Sound(load_causal_lm(model), dtype="bfloat16", device=CPU)) as url:
+        pool = pool_of(kind, url, tmp_path, dtype="bfloat16")
+        assert push(pool, policy) > 0.1
+        with pytest.raises(SamplingError, match=r"canary\.bound is 0\.1"):  # a bound of one's own is kept
+            push(pool_of(kind, url, tmp_path / "own", dtype="bfloat16", canary={"bound": 0.1}), policy)
+    with listening(without("model.norm")(load_causal_lm(model), dtype="bfloat16", device=CPU)) as url:
+        pool = pool_of(kind, url, tmp_path / "old", dtype="bfloat16")
+        push(pool, policy)
+        pushed_tensors(policy.model)["model.norm.weight"].mul_(0.5)
+        with pytest.raises(SamplingError, match="does not have the trainer's"):
+            push(pool, policy)
+
+
+def test_other_bits_are_no_rounding(tmp_path: Path) -> None:
+    """A difference that rounding could explain is a mistake where a digest differs."""
+    model = model_folder(tmp_path)
+    policy = policy_of(model, lora=False, dtype="bfloat16")
+    pushed_tensors(policy.model)["model.norm.weight"].mul_(LARGE)
+    with listening(without("layers.0.mlp.down")(load_causal_lm(model), dtype="bfloat16", device=CPU)) as url:
+        pool = pool_of("rlhf", url, tmp_path, dtype="bfloat16")
+        push(pool, policy)
+        pushed_tensors(policy.model)["model.layers.0.mlp.down_proj.weight"].mul_(1 + 1e-3)
+        with pytest.raises(SamplingError, match=r"down_proj\.weight: other bits on the server"):
+            push(pool, policy)
 
 
 def test_the_first_bit_that_differs_is_named_by_our_server(tmp_path: Path) -> None:
