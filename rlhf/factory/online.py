@@ -103,7 +103,7 @@ def build_prefetcher(
         keep=lambda: _keep_weights(models.policy, policy_copy),
         device=models.device,
     )
-    for fields in (saved or {}).get("drawn", ()):
+    for fields in drawn_ahead(saved):
         ahead.restore(fields["step"], _restore_completions(fields, prompts, group_size), fields["updates"])
     return ahead
 
@@ -127,6 +127,16 @@ def _keep_weights(source: CausalLM, target: CausalLM) -> Callable[[], None]:
     """Keep copies of the source's weights, and return what puts them into the target."""
     kept = [weight.detach().clone() for weight in source.parameters()]
     return lambda: _copy_weights(kept, target)
+
+
+def drawn_ahead(saved: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the completions of the coming steps in a checkpoint; an earlier format has those of one step."""
+    if not saved:
+        return []
+    if "step" in saved:
+        return [{**saved, "updates": max(saved["step"] - 2, 0), "sampler_support": None}]
+    drawn: list[dict[str, Any]] = saved["drawn"]
+    return drawn
 
 
 def _restore_completions(saved: dict[str, Any], prompts: Stream[Prompts], group_size: int) -> Completions:
