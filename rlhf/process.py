@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -27,10 +27,16 @@ def silence_libraries() -> None:
 def stop_with_input() -> None:
     """Send SIGTERM (save and stop) to this process when its standard input ends: whoever wrote to it has ended."""
 
+    _when_input_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def _when_input_ends(then: Callable[[], None]) -> None:
+    """Call `then` in a thread when standard input ends."""
+
     def wait() -> None:
         while os.read(0, 1024):  # not sys.stdin, whose lock a waiting thread would hold at exit
             pass
-        os.kill(os.getpid(), signal.SIGTERM)
+        then()
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -39,31 +45,34 @@ def supervise(command: Sequence[str], *, grace_s: float = 10.0) -> int:
     """Run a command until it ends, or until this process's standard input ends or SIGTERM comes; return its exit code.
 
     Whoever started this process holds the other end of the input, so that the command does not outlive it, however it
-    ends. The command and what it starts get SIGTERM, and after `grace_s` seconds SIGKILL.
+    ends. The command and what it starts get SIGTERM, and after `grace_s` seconds SIGKILL. On Windows the command alone is
+    killed.
     """
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     over = threading.Event()
 
     def end() -> None:
         over.wait()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, number)
+        for is_last in (False, True):
+            _end_group(child, by_force=is_last)
             with suppress(subprocess.TimeoutExpired):
                 child.wait(grace_s)
 
-    def read() -> None:
-        while os.read(0, 1024):
-            pass
-        over.set()
-
     signal.signal(signal.SIGTERM, lambda *_: over.set())
-    for work in (end, read):
-        threading.Thread(target=work, daemon=True).start()
+    threading.Thread(target=end, daemon=True).start()
+    _when_input_ends(over.set)
     code = child.wait()
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # what it has left behind
+    _end_group(child, by_force=True)  # what it has left behind
     return code
+
+
+def _end_group(child: subprocess.Popen[bytes], *, by_force: bool) -> None:
+    """End a process and what it has started; on Windows, which has no process groups, the process alone."""
+    if not hasattr(os, "killpg"):
+        child.kill()
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL if by_force else signal.SIGTERM)
 
 
 def exit_process(code: int) -> NoReturn:

@@ -50,6 +50,7 @@ WITH_A_FALLBACK = {
     ),
     ("child.py", "import resource"),
     *(("pool.py", name) for name in ("os.killpg", "signal.SIGKILL", "signal.SIGALRM")),
+    *(("process.py", name) for name in ("os.killpg", "signal.SIGKILL")),
 }
 LINUX_ONLY = {"rlhf.runtime.deepspeed"}  # imported only where sharding asks for DeepSpeed
 OF_AN_EXTRA = {"rlhf.suites.lm_eval", "reward_model.server", "rlhf.factory.reward_service"}
