@@ -45,8 +45,8 @@ def supervise(command: Sequence[str], *, grace_s: float = 10.0) -> int:
     """Run a command until it ends, or until this process's standard input ends or SIGTERM comes; return its exit code.
 
     Whoever started this process holds the other end of the input, so that the command does not outlive it, however it
-    ends. The command and what it starts get SIGTERM, and after `grace_s` seconds SIGKILL. On Windows the command alone is
-    killed.
+    ends. The command and what it starts get SIGTERM, and after `grace_s` seconds SIGKILL. On Windows only the command
+    is killed.
     """
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     over = threading.Event()
