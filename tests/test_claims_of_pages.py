@@ -106,6 +106,9 @@ def test_the_comparison_on_people_s_pairs(name: str) -> None:
         assert wrong(numbers(row[4]), [arm["kl"]]) == [], row
         seen.add(row[0])
     assert seen == set(DETOX)
+    for arm in ("ppo", "grpo"):  # in the text
+        second = results["arms"][arm]["seeds"][1]["suites"]["detox"]["j"]["value"]
+        assert f"{second:.3f}".removeprefix("0") in page(name)
 
 
 def test_the_share_of_the_reward_that_a_critic_can_explain() -> None:
