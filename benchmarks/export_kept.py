@@ -3,10 +3,13 @@
     python scripts/get_smollm2.py
     python benchmarks/export_kept.py --model models/smollm2-135m-instruct --steps 4 40 \
         --json benchmarks/results/export_kept.json
+    python benchmarks/export_kept.py --model models/smollm2-135m-instruct --steps 400 --one-update \
+        --json benchmarks/results/export_kept.json
 
 PPO, GRPO, DPO and the reward model run with the shipped configurations, learning rates and schedules included, on a
 model published in bfloat16. Cut are batches (8 prompts for PPO; 2 prompts of 4 completions for GRPO; 2 pairs),
-completions (4 tokens), evaluation and checkpoints in between. PPO's reward and GRPO's is a function of the text.
+completions (4 tokens), evaluation and checkpoints in between; with --one-update a step also has one epoch and one
+minibatch, so that 400 steps take minutes. PPO's reward and GRPO's is a function of the text.
 Results are added to the JSON file run by run, so that the command can be repeated with other --algorithms and --steps.
 """
 
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from rich.console import Console
 
 import rlhf
@@ -60,7 +64,7 @@ def data() -> tuple[list[str], list[dict[str, str]]]:
     return prompts, pairs
 
 
-def train(name: str, model: str, steps: int, folder: Path) -> rlhf.RunResult:
+def train(name: str, model: str, steps: int, one_update: bool, folder: Path) -> rlhf.RunResult:
     """Run one algorithm."""
     config, algorithm = CONFIGS[name]
     prompts, pairs = data()
@@ -73,6 +77,8 @@ def train(name: str, model: str, steps: int, folder: Path) -> rlhf.RunResult:
         "eval.every": 0,
         "checkpoint.every": 0,
     }
+    if one_update:
+        cut |= {"batch.epochs": 1, "batch.minibatches": 1}
     if algorithm in (None, "dpo"):
         cut["data.eval_preferences"] = None
         if algorithm is None:
@@ -85,21 +91,22 @@ def train(name: str, model: str, steps: int, folder: Path) -> rlhf.RunResult:
     return rlhf.train(model, algorithm, prompts=prompts, reward=score, **where, **cut)
 
 
-def measure(name: str, model: str, steps: int) -> dict[str, Any]:
+def measure(name: str, model: str, steps: int, one_update: bool) -> dict[str, Any]:
     """Run one algorithm in a folder of its own and read what it exported."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        result = train(name, model, steps, Path(folder) / "run")
+        result = train(name, model, steps, one_update, Path(folder) / "run")
         record = read_export(result.folder)
-        config = result.folder.joinpath("config.yaml").read_text(encoding="utf-8")
+        config = yaml.safe_load(result.folder.joinpath("config.yaml").read_text(encoding="utf-8"))
     assert record is not None
-    rate = next(line.split(":")[1].strip() for line in config.splitlines() if line.startswith("  lr:"))
+    rate = config["model" if name == "reward model" else "policy"]["lr"]
     as_bfloat16 = record.start_dtype_keeps if record.start_dtype == "bfloat16" else record.change_kept
     return {
         "algorithm": name,
         "config": CONFIGS[name][0],
         "steps": steps,
         "learning_rate": float(rate),
+        "updates_per_step": config["batch"].get("epochs", 1) * config["batch"].get("minibatches", 1),
         "kept_in_bfloat16": as_bfloat16,
         "kept_by_the_export": record.change_kept,
         "exported_in": record.dtype,
@@ -114,6 +121,7 @@ def main() -> None:
     parser.add_argument("--model", default="models/smollm2-135m-instruct", help="a model published in bfloat16")
     parser.add_argument("--algorithms", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--steps", nargs="+", type=int, default=[4, 40])
+    parser.add_argument("--one-update", action="store_true", help="one epoch and one minibatch a step")
     parser.add_argument("--json", type=Path, help="the file that the results are added to")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -122,7 +130,7 @@ def main() -> None:
     console = Console()
     for steps in options.steps:
         for name in options.algorithms:
-            row = measure(name, options.model, steps)
+            row = measure(name, options.model, steps, options.one_update)
             rows = [old for old in rows if (old["algorithm"], old["steps"]) != (name, steps)] + [row]
             kept, rate = (row["kept_in_bfloat16"], row["kept_by_the_export"]), row["learning_rate"]
             console.print(f"{name}, {steps} steps at {rate:g}: bfloat16 would keep {kept[0]:.1%}, ", end="")

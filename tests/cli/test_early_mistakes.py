@@ -18,6 +18,7 @@ from rlhf.config.files import merge
 from rlhf.config.load import load_train
 from rlhf.data.paths import check_files
 from rlhf.errors import ModelError
+from rlhf.lab.build import LabSpec, lab_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = ("torch", "transformers", "peft", "datasets", "plotly", "sklearn", "accelerate", "numpy")
@@ -139,6 +140,7 @@ def test_what_a_script_makes_is_told_with_its_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("section", ["reward.source", "algorithm.policy_loss"])
 def test_a_function_that_a_file_lacks_is_told_at_once(section: str, tmp_path: Path) -> None:
+    lab_folder(LabSpec())  # which the first command of a machine makes, with torch
     (tmp_path / "mine.py").write_text("import torch\ndef score(**columns): ...\n")
     target = f"{tmp_path}/mine.py:scor"
     known = ["policy.model=docs", "critic.init=policy", "reward.source={type: function, target: math:sqrt}"]

@@ -48,7 +48,7 @@ class ApoZero(PairLoss):
     """Factor of the log-ratio."""
 
     metrics = """
-        preference/apo_chosen_up | share | chosen completions that are likelier than under the reference
+        preference/apo_chosen_up | share | chosen completions clearly likelier than under the reference
             held_out: eval/apo_chosen_up; chart/preferences: 9 Chosen above the reference
         eval/apo_chosen_up | share | the same on held-out pairs
     """
@@ -57,7 +57,7 @@ class ApoZero(PairLoss):
         return torch.sigmoid(-self.reward(chosen)) + torch.sigmoid(self.reward(rejected))
 
     def measure(self, chosen, rejected):
-        return {"preference/apo_chosen_up": (chosen.log_ratios > 0).double()}
+        return {"preference/apo_chosen_up": (chosen.log_ratios > 1e-4).double()}
 '''
 
 

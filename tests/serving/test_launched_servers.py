@@ -57,9 +57,9 @@ def tree_of(folder: Path, model: Path, launch: dict[str, Any], kind: str = "vllm
 def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1] if Path("/proc").is_dir() else True
+    except (ProcessLookupError, FileNotFoundError):  # gone, or gone between the two questions
         return False
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1] if Path("/proc").is_dir() else True
 
 
 def ends(pid: int) -> bool:
