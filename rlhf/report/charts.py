@@ -274,19 +274,18 @@ GROUPS = (
     (
         "score",
         "Score",
-        "Held-out score is the one to believe; where the training score still rises and it does not, the reward is "
-        "being gamed.",
+        "Believe the held-out score. If only the training score still rises, the policy is gaming the reward.",
     ),
     (
         "cost",
         "Cost",
-        "The cost should settle at its limit. A multiplier at its maximum with the cost above the limit says that the "
-        "policy cannot meet it.",
+        "The cost should settle at its limit. If the multiplier is at its maximum and the cost above the "
+        "limit, the policy cannot meet it.",
     ),
     (
         "kl",
         "Distance from the reference",
-        "KL per sequence should settle (at its target, where the coefficient is adaptive), not climb for ever.",
+        "KL per sequence should settle, at its target if the coefficient is adaptive, and not climb for ever.",
     ),
     (
         "preferences",

@@ -38,6 +38,7 @@
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } },
       hoverlabel: { bgcolor: color("card"), bordercolor: color("grid"), font: { color: color("ink") } },
       hovermode: figure.layout.hovermode || "x unified",
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: color("muted"), activecolor: color("ink") },
       dragmode: touch ? false : "zoom",
       uirevision: "keep",
       xaxis: { ...figure.layout.xaxis, ...axis, title: { ...(figure.layout.xaxis || {}).title, standoff: 4, font: { size: 11 } } },
