@@ -31,7 +31,7 @@ class WatchConfig(Section):
 
 
 class CostSourceConfig(Section):
-    """What a completion costs, beside what it earns; algorithm.lagrange holds its mean at a limit."""
+    """A cost per completion, beside the reward; algorithm.lagrange holds its mean at a limit."""
 
     source: Annotated[Source, OneOf()]
     """The source of costs: higher is worse. A source like that of the reward, e.g. a cost model trained by rlhf reward

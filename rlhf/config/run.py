@@ -124,7 +124,7 @@ class CheckpointConfig(Section):
 
 
 class CostConfig(Section):
-    """What the machine costs."""
+    """The price of the machine."""
 
     per_hour: Annotated[float, Field(gt=0)] | None = None
     """Price of the machine in USD per hour; the run then logs cost/usd, its price so far. null: not logged."""

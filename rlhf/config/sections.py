@@ -258,8 +258,8 @@ class SamplingConfig(Section):
     as they are kept; those in fewer bits are widened a layer at a time. It needs no memory for the copy and is slower.
     Completions are equal up to rounding."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from this many of the likeliest tokens; 0: from all. What top_k, top_p and min_p leave is kept with the
-    completions, and all log-probabilities are those among the tokens left (docs/vllm.md)."""
+    """Sample from this many of the likeliest tokens; 0: from all. Completions keep the tokens that top_k, top_p and
+    min_p leave, and all log-probabilities are among those tokens (docs/vllm.md)."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the likeliest tokens that together have this probability; 1: from all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -459,7 +459,7 @@ class TrainSections(Section):
     logging: LoggingConfig = LoggingConfig()
     """Metrics, samples and trackers."""
     cost: CostConfig = CostConfig()
-    """What the machine costs."""
+    """The price of the machine."""
     eval: EvalConfig = EvalConfig()
     """Evaluation during the run."""
     guard: GuardConfig = GuardConfig()
@@ -808,7 +808,7 @@ class RewardModelConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     """Metrics, samples and trackers."""
     cost: CostConfig = CostConfig()
-    """What the machine costs."""
+    """The price of the machine."""
     eval: EvalConfig = EvalConfig()
     """Evaluation during the run."""
     guard: GuardConfig = GuardConfig()
