@@ -111,6 +111,14 @@ def test_the_comparison_on_people_s_pairs(name: str) -> None:
         assert f"{second:.3f}".removeprefix("0") in page(name)
 
 
+def test_what_the_page_of_results_says_of_people_s_pairs() -> None:
+    arms = read("compare_detox.json")["arms"]
+    j = {name: arms[name]["seeds"][0]["suites"]["detox"]["j"] for name in DETOX.values() if name in arms}
+    assert f"PPO gains {j['ppo']['gain']['value']:.3f} over the start".replace("0.", ".") in page("docs/results.md")
+    assert max(j, key=lambda name: float(j[name]["value"])) == "dpo"
+    assert j["dpo"]["value"] - j["ppo"]["value"] < 0.01
+
+
 def test_the_share_of_the_reward_that_a_critic_can_explain() -> None:
     (start, after), seen = read_list("critic_ceiling.json"), set()
     assert (start["policy"], after["policy"]) == ("runs/detox/sft", "runs/detox/ppo")
