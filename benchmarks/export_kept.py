@@ -8,8 +8,9 @@
 
 PPO, GRPO, DPO and the reward model run with the shipped configurations, learning rates and schedules included, on a
 model published in bfloat16. Cut are batches (8 prompts for PPO; 2 prompts of 4 completions for GRPO; 2 pairs),
-completions (4 tokens), evaluation and checkpoints in between; with --one-update a step also has one epoch and one
-minibatch, so that 400 steps take minutes. PPO's reward and GRPO's is a function of the text.
+completions (4 tokens), evaluation and checkpoints in between. With --one-update a step has one epoch and one minibatch
+of a quarter of these rows, so that 400 steps take minutes (PPO does not whiten advantages then: two completions are too
+few). The reward of PPO and GRPO is a function of the text.
 Results are added to the JSON file run by run, so that the command can be repeated with other --algorithms and --steps.
 """
 
@@ -78,7 +79,7 @@ def train(name: str, model: str, steps: int, one_update: bool, folder: Path) -> 
         "checkpoint.every": 0,
     }
     if one_update:
-        cut |= {"batch.epochs": 1, "batch.minibatches": 1}
+        cut["batch.prompts_per_step"] = 2 if algorithm == "ppo" else 1
     if algorithm in (None, "dpo"):
         cut["data.eval_preferences"] = None
         if algorithm is None:
@@ -86,6 +87,9 @@ def train(name: str, model: str, steps: int, one_update: bool, folder: Path) -> 
         return rlhf.train(model, algorithm, preferences=pairs, **where, **cut)
     cut |= {"sampling.max_new_tokens": NEW_TOKENS, "data.eval_prompts": None}
     cut |= {"critic.init": "policy"} if algorithm == "ppo" else {"sampling.completions_per_prompt": 4}
+    if one_update:
+        cut |= {"batch.epochs": 1, "batch.minibatches": 1}
+        cut |= {"algorithm.advantage.whiten": False} if algorithm == "ppo" else {"sampling.completions_per_prompt": 2}
     if "lr 1e-5" in name:
         cut["policy.lr"] = 1e-5
     return rlhf.train(model, algorithm, prompts=prompts, reward=score, **where, **cut)
