@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rlhf.algorithms.offline_loss import LogRatioLoss
+from rlhf.algorithms.offline_loss import LogRatioLoss, usual_beta, usual_smoothing
 from rlhf.algorithms.presets import preset
-from rlhf.section import Positive, Usual
+from rlhf.section import Positive
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -28,29 +28,10 @@ class Dpo(LogRatioLoss):
 
     type: Literal["dpo"] = "dpo"
     beta: Annotated[
-        Positive,
-        Usual(
-            low=0.01,
-            high=5.0,
-            rule="preference-beta",
-            reason="If β is too small the policy leaves the reference; if it is too large nothing is learned.",
-            source="Rafailov et al. 2023, sec. 6.1: 0.05 to 5; Zephyr's recipe: 0.01",
-            fix="0.1",
-        ),
+        Positive, usual_beta(0.01, 5.0, "Rafailov et al. 2023, sec. 6.1: 0.05 to 5; Zephyr's recipe: 0.01")
     ] = 0.1
     """Factor of the log-ratio to the reference (nats per sequence); a larger value stays closer to it."""
-    label_smoothing: Annotated[
-        float,
-        Field(ge=0, lt=0.5),
-        Usual(
-            high=0.3,
-            rule="label-smoothing",
-            reason="A smoothing above 0.3 assumes that a third of the labels are wrong, so the pairs carry little "
-            "signal.",
-            source="Mitchell 2023 (cDPO): 0.1",
-            fix="0.1",
-        ),
-    ] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), usual_smoothing("Mitchell 2023 (cDPO): 0.1")] = 0.0
     """Assumed share of flipped labels; 0.1 is usual for cDPO."""
 
     def compare(self, chosen: Side, rejected: Side) -> Float[Tensor, " B"]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import model_validator
 
 from rlhf.algorithms.dpo import Dpo
-from rlhf.algorithms.offline_loss import LabelLoss, PairLoss
-from rlhf.section import Facts, NonNegative, Positive, Rule, Usual, Value
+from rlhf.algorithms.offline_loss import LabelLoss, PairLoss, usual_beta
+from rlhf.section import Facts, NonNegative, Positive, Rule, Value
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -43,17 +43,7 @@ class Kto(LabelLoss):
     """
 
     type: Literal["kto"] = "kto"
-    beta: Annotated[
-        Positive,
-        Usual(
-            low=0.01,
-            high=1.0,
-            rule="preference-beta",
-            reason="If β is too small the policy leaves the reference; if it is too large nothing is learned.",
-            source="Ethayarajh et al. 2024: 0.01 to 0.1",
-            fix="0.1",
-        ),
-    ] = 0.1
+    beta: Annotated[Positive, usual_beta(0.01, 1.0, "Ethayarajh et al. 2024: 0.01 to 0.1")] = 0.1
     """As in DPO."""
     desirable_weight: NonNegative = 1.0
     """Weight of desirable completions; times their number it should be 1 to 1.5 times the same of undesirable ones."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rlhf.algorithms.presets import preset
-from rlhf.section import Choice, NonNegative
+from rlhf.section import Choice, NonNegative, Usual
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -25,6 +25,29 @@ if TYPE_CHECKING:
 
     from rlhf.algo.divergence import TeacherTokens
     from rlhf.types import Side
+
+
+def usual_beta(low: float, high: float, source: str) -> Usual:
+    """Return the usual range of the factor β of log-ratios to the reference, with what `source` reports."""
+    return Usual(
+        low=low,
+        high=high,
+        rule="preference-beta",
+        reason="If β is too small the policy leaves the reference; if it is too large nothing is learned.",
+        source=source,
+        fix="0.1",
+    )
+
+
+def usual_smoothing(source: str) -> Usual:
+    """Return the usual range of the assumed share of flipped labels, with what `source` reports."""
+    return Usual(
+        high=0.3,
+        rule="label-smoothing",
+        reason="A smoothing above 0.3 assumes that a third of the labels are wrong, so the pairs carry little signal.",
+        source=source,
+        fix="0.1",
+    )
 
 
 class OfflineLoss(Choice):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rlhf.algorithms.offline_loss import LogRatioLoss
-from rlhf.section import Positive, Usual
+from rlhf.algorithms.offline_loss import LogRatioLoss, usual_beta, usual_smoothing
+from rlhf.section import Positive
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -26,30 +26,9 @@ class RobustDpo(LogRatioLoss):
     """
 
     type: Literal["robust_dpo"] = "robust_dpo"
-    beta: Annotated[
-        Positive,
-        Usual(
-            low=0.01,
-            high=5.0,
-            rule="preference-beta",
-            reason="If β is too small the policy leaves the reference; if it is too large nothing is learned.",
-            source="Rafailov et al. 2023, sec. 6.1: 0.05 to 5",
-            fix="0.1",
-        ),
-    ] = 0.1
+    beta: Annotated[Positive, usual_beta(0.01, 5.0, "Rafailov et al. 2023, sec. 6.1: 0.05 to 5")] = 0.1
     """As in DPO."""
-    label_smoothing: Annotated[
-        float,
-        Field(ge=0, lt=0.5),
-        Usual(
-            high=0.3,
-            rule="label-smoothing",
-            reason="A smoothing above 0.3 assumes that a third of the labels are wrong, so the pairs carry little "
-            "signal.",
-            source="Chowdhury et al. 2024: 0.1",
-            fix="0.1",
-        ),
-    ] = 0.1
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), usual_smoothing("Chowdhury et al. 2024: 0.1")] = 0.1
     """Assumed share of flipped labels; if it is too large, the loss has no lower bound."""
 
     def compare(self, chosen: Side, rejected: Side) -> Float[Tensor, " B"]:

@@ -70,6 +70,11 @@ def _print_section(section: Section, key: str, console: Console) -> None:
             _print_setting(section, name, f"{key}.{name}", console)
     for rule in rules_of(type(section)):
         console.print(Text(f"lint: {rule.name} ({rule.level}): {rule.reason} {rule.source}"), soft_wrap=True)
+    if isinstance(section, Choice):
+        for row in inspect.cleandoc(section.metrics).splitlines():
+            if not row.startswith(" "):  # an indented line says where the metric above it is shown
+                metric, unit, meaning = (cell.strip() for cell in row.split("|", 2))
+                console.print(Text(f"metric: {metric} ({unit}): {meaning}"), soft_wrap=True)
 
 
 def _other_types(section: Choice) -> Iterator[str]:

@@ -8,6 +8,7 @@ import pytest
 
 from rlhf.cli import main
 
+SAPO = Path(__file__).resolve().parents[1] / "plugins" / "sapo.py"
 PPO = str(Path(__file__).resolve().parents[2] / "configs" / "ppo.yaml")
 
 
@@ -28,6 +29,14 @@ def test_a_section_is_explained_with_all_of_its_settings(capsys: pytest.CaptureF
     assert "Schulman et al. 2016" in text
     assert "algorithm.advantage.whiten = true" in text
     assert "algorithm.advantage.gae_lambda = 1.0" in text
+
+
+@pytest.mark.usefixtures("nothing_stays_registered")
+def test_the_metrics_of_a_plugin_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["algorithm.preset=grpo", "algorithm.policy_loss.type=sapo", f"plugins=[{SAPO}]"]
+    assert main(["config", PPO, *settings, "--explain", "algorithm.policy_loss"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "metric: policy/gate (share): mean slope of the gate, relative to that at ratio 1" in text
 
 
 @pytest.mark.parametrize(
