@@ -3,8 +3,8 @@
     rlhf compare configs/lab/compare_stale.yaml
     python benchmarks/staleness.py runs/compare-stale [--out FILE.json] [--chart FILE.svg]
 
-Per arm and seed: score and KL of the final model on the held-out prompts, the mean effective sample size of the
-weights, and the steps whose estimated KL was negative, which it cannot be for samples of the policy itself.
+Per arm and seed: score and KL of the final model on the held-out prompts, and the mean effective sample size of the
+weights.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ def read_seed(folder: Path) -> Row:
     """Read what a run ended with."""
     judged = json.loads((folder / "judged.json").read_text(encoding="utf-8"))["metrics"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    kls = [line["kl/reference"] for line in lines if "kl/reference" in line]
     sizes = [line["correction/ess"] for line in lines if "correction/ess" in line]
     return {
         "score": judged["eval/score"],
         "kl": judged["eval/kl_exact"],
         "ess": statistics.mean(sizes) if sizes else None,
-        "negative_kl_steps": sum(kl < 0 for kl in kls),
     }
 
 
@@ -78,13 +76,12 @@ def main() -> None:
     parser.add_argument("--chart", type=Path)
     arguments = parser.parse_args()
     arms = read_arms(arguments.folder)
-    print("| age, steps | correction | score | KL, nats | steps with KL < 0 |\n|---|---|---|---|---|")  # noqa: T201
+    print("| age, steps | correction | score | KL, nats |\n|---|---|---|---|")  # noqa: T201
     for name, (age, kind) in ARMS.items():
         scores = ", ".join(f"{row['score']:.2f}" for row in arms[name])
         kls = ", ".join(f"{row['kl']:.1f}" for row in arms[name])
-        negative = ", ".join(str(row["negative_kl_steps"]) for row in arms[name])
         label = "" if age == 0 else f"`{kind}`"
-        print(f"| {age} | {label} | {scores} | {kls} | {negative} |")  # noqa: T201
+        print(f"| {age} | {label} | {scores} | {kls} |")  # noqa: T201
     if arguments.out is not None:
         arguments.out.write_text(json.dumps({"arms": arms}, indent=1) + "\n", encoding="utf-8")
     if arguments.chart is not None:

@@ -82,7 +82,8 @@ class Objective:
             if micro.hint_weights is not None:
                 penalty = micro.hint_weights * penalty
             if self.algorithm.kl.importance_weighted:
-                penalty = self._reweighted(penalty, importance_ratio(logprobs, micro.logprobs, mask, "token"))
+                drawn = torch.where(micro.hinted[:, None], micro.logprobs, micro.sampler_logprobs)
+                penalty = self._reweighted(penalty, importance_ratio(logprobs, drawn, mask, "token"))
             per_token = per_token + coefs.kl * penalty
             metrics["loss/kl"] = Mean.of(coefs.kl * penalty, mask)
         weights = loss_weights(mask, self.policy_loss.aggregate, max_tokens=self.max_tokens)
@@ -105,10 +106,11 @@ class Objective:
         return {"value": config.coef * _weighted_sum(per_token, widen(mask), mask)}, metrics
 
     def _reweighted(self, penalty: Float[Tensor, "B T"], ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Weight the penalty of tokens drawn from pi_old, so that its expected gradient is that of KL(pi || pi_ref).
+        """Weight the penalty of tokens drawn from mu, so that its expected gradient is that of KL(pi || pi_ref).
 
-        The mean of k3 is the KL, so its weight is differentiated too:  grad E_old[rho k3] = grad KL.  The mean of k2 is
-        not, but the mean of its gradient is the KL's, so its weight is detached:  E_old[sg(rho) grad k2] = grad KL.
+        With rho = pi / mu, mu the sampler: pi_old, or an older policy, or a server. The mean of k3 is the KL, so its
+        weight is differentiated too:  grad E_mu[rho k3] = grad KL.  The mean of k2 is not, but the mean of its gradient
+        is the KL's, so its weight is detached:  E_mu[sg(rho) grad k2] = grad KL.
         """
         return penalty * (ratio if self.algorithm.kl.estimator == "k3" else ratio.detach())
 

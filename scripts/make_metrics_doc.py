@@ -43,7 +43,14 @@ GROUPS = {
     "part": "Parts of the score by name: sources of an ensemble, rules, and parts that a reward function returns.",
     "watch": "`reward.watch`: a second judge on a sample of the completions. Nothing is trained on its scores.",
     "reward": "Rewards per token: the score at the last token, and the KL penalty if it is part of the reward.",
-    "kl": "Two KLs: to the *reference*, per sequence; to the *old* policy at the start of the step, per token.",
+    "kl": """\
+Two KLs: to the *reference*, per sequence; to the *old* policy at the start of the step, per token.
+
+`kl/reference`, and `kl/teacher` with `opd` and `minillm`, are estimated from the sampled tokens. Where another
+distribution has sampled them (`overlap.ahead`, servers), each token is weighted by policy / sampler: this estimates the
+policy's KL of the next token in the states that the sampler visits, which is not negative. The policy's own states may
+differ; `eval/kl_exact` has these. `kl/old` is not weighted: it is a mean over the sampler's tokens. With
+`sampling.top_p`, `top_k` or `min_p`, policy, reference and sampler are those among the tokens left.""",
     "policy": "The policy's update.",
     "critic": "The value function. With `critic.shared`, gradient norm and learning rate are the policy's.",
     "advantage": "The advantages.",

@@ -146,8 +146,8 @@ class Kl(Section):
     coef: NonNegative = 0.05
     """Weight of the penalty, in score units per nat."""
     importance_weighted: bool = False
-    """In the loss: weight each token's penalty by pi / pi_old, so that its expected gradient equals the KL's gradient
-    on stale minibatches too; false: unweighted, as in the GRPO papers."""
+    """In the loss: weight each token's penalty by pi / sampler, so that its expected gradient equals the KL's gradient
+    on stale minibatches and stale samples too; false: unweighted, as in the GRPO papers."""
     controller: Annotated[KlController, OneOf("fixed")] = FixedKl()
     """fixed or adaptive."""
 

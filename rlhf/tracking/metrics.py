@@ -129,7 +129,7 @@ lagrange/score        | score    | mean of what is trained on: (score - multipli
     chart/cost: 5 Score and cost combined
 reward/kl_penalty     | score    | mean over completions of the summed KL penalty in the token rewards
     chart/kl: 3 KL penalty in the rewards
-kl/reference          | nats     | KL(policy || reference) per sequence, k1 summed over tokens, mean over completions
+kl/reference          | nats     | KL(policy || reference) per sequence: k1 x policy / sampler, summed over tokens
     label: kl; chart/kl: 1 KL to the reference; progress/online: 2
 kl/teacher            | nats     | KL(policy || teacher) per token; of a teacher that lists tokens a lower bound
     better: lower; held_out: eval/kl_teacher; chart/kl: 6 KL to the teacher, per token; progress/sft: 7;
@@ -157,7 +157,7 @@ completion/duplicates | share    | completions identical to a completion of anot
 prompt/duplicates     | share    | prompts identical to another prompt of the step
     chart/completions: 12
 completion/masked     | share    | completions excluded from the loss: cut off (mask_truncated) or in uniform groups
-kl/old                | nats     | KL(old policy || policy) per token during the update
+kl/old                | nats     | KL(old policy || policy) per sampled token during the update
     chart/updates: 2 KL(old || new)
 kl/old_last           | nats     | KL(old policy || policy) per token on the step's last minibatch; steers ppo_penalty
     chart/updates: 2

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlhf.algo.advantages import uniform_groups
+from rlhf.algo.correction import token_ratios
 from rlhf.algo.kl import kl_estimate
 from rlhf.algo.masked import Mean, explained_variance
 from rlhf.algo.selection import effective_sample_share
@@ -250,16 +251,25 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
 
 
 def logprob_metrics(experience: Experience, models: Models) -> dict[str, Mean]:
-    """Compute how far the policy's log-probs are from the sampler's and from the reference's, without hinted rows."""
+    """Compute how far the policy's log-probs are from the sampler's and from the reference's, without hinted rows.
+
+    With the sampler mu (the policy itself, an older one, a server) and its states s_t:
+
+        E_mu[sum_t r_t log pi / pi_ref] = E_mu[sum_t KL(pi(. | s_t) || pi_ref(. | s_t))] >= 0,     r_t = pi / mu
+
+    and KL(pi || pi_ref) of sequences where mu is pi. Without r_t it is KL(mu || pi_ref) - KL(mu || pi), which may be
+    negative (tests/exact/test_exact_stale.py).
+    """
     mask = experience.action_mask & ~experience.hinted[:, None]
     mismatch = (experience.sampler_logprobs - experience.logprobs).abs()
     metrics = {"kl/sampler_mismatch": Mean.of(mismatch, mask)}
+    per_token = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1")
+    per_token = per_token * token_ratios(experience.logprobs, experience.sampler_logprobs, mask)
     if models.has_reference:
-        per_token = kl_estimate(experience.logprobs, experience.ref_logprobs, "k1")
         sequence_kl = torch.where(experience.action_mask, per_token, 0.0).sum(dim=1)
         metrics["kl/reference"] = Mean.of(sequence_kl, ~experience.hinted)
     if models.reference_is_teacher and models.teacher is None:
-        metrics["kl/teacher"] = Mean.of(kl_estimate(experience.logprobs, experience.ref_logprobs, "k1"), mask)
+        metrics["kl/teacher"] = Mean.of(per_token, mask)
         metrics["kl/teacher_sequence"] = metrics["kl/reference"]
     return metrics
 
