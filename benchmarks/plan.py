@@ -101,6 +101,7 @@ FITTED = (
 
 BF16 = {"policy.dtype": "bfloat16"}
 LORA = {"policy.lora.r": 8}
+NF4 = {"policy.weights": "nf4", **LORA}
 CASES = (
     Case("sft narrow", "sft", NARROW, {"batch.micro_batch_size": 8}, length=96),
     Case("sft broad", "sft", BROAD, {"batch.micro_batch_size": 4}, length=256),
@@ -109,6 +110,7 @@ CASES = (
     Case("sft narrow lora", "sft", NARROW, {"batch.micro_batch_size": 8, **LORA}, length=128),
     Case("sft broad lora bf16", "sft", BROAD, {"batch.micro_batch_size": 8, **LORA, **BF16}, length=192),
     Case("sft deep checkpointed", "sft", LONG, {"policy.gradient_checkpointing": True}, length=192),
+    Case("sft big head checkpointed", "sft", BIG_HEAD, {"policy.gradient_checkpointing": True, **LORA}, length=160),
     Case("sft broad sgd", "sft", BROAD, {"policy.optimizer": "sgd", "batch.micro_batch_size": 8}, length=128),
     Case("sft broad 8-bit moments", "sft", BROAD, {"policy.optimizer": "adamw_8bit"}, length=64),
     Case("dpo narrow", "dpo", NARROW, {"batch.micro_batch_size": 8}, length=160),
@@ -133,6 +135,23 @@ CASES = (
     Case("ppo broad lora", "ppo", BROAD, {"batch.micro_batch_size": 8, **LORA}, length=40),
     Case("ppo narrow bf16", "ppo", NARROW, {"batch.micro_batch_size": 8, **BF16}, prompt=48, length=40),
     Case("ppo wide shared", "ppo", BIG_HEAD, {"critic.shared": True, "batch.micro_batch_size": 8}, length=48),
+    Case("sft big head nf4", "sft", BIG_HEAD, {"batch.micro_batch_size": 4, **NF4}, length=96),
+    Case("dpo narrow nf4", "dpo", NARROW, {"batch.micro_batch_size": 4, **NF4}, length=96),
+    Case("grpo big head nf4", "grpo", BIG_HEAD, {"batch.micro_batch_size": 8, **NF4}, length=32),
+    Case(
+        "grpo big head nf4 without a copy",
+        "grpo",
+        BIG_HEAD,
+        {"batch.micro_batch_size": 8, "sampling.copy_weights": False, **NF4},
+        length=16,
+    ),
+    Case(
+        "ppo broad nf4",
+        "ppo",
+        BROAD,
+        {"batch.micro_batch_size": 8, "critic.init": "policy", "critic.lora.r": 8, "critic.weights": "nf4", **NF4},
+        length=32,
+    ),
     Case("ppo narrow reward model", "ppo", NARROW, {"critic.init": "policy"}, length=40, reward_model=NARROW),
 )
 """Runs that were not looked at while the formulas were written."""

@@ -136,7 +136,7 @@ def _any_length(how: Arithmetic) -> bool:
 def activations(shape: Shape, rows: Rows, how: Arithmetic, *, checkpointed: bool = False) -> Bytes:
     """Return the bytes that the layers keep for the backward pass; with checkpointing each keeps its input alone."""
     if checkpointed:
-        return shape.layers * rows.tokens * how.wide * shape.hidden + layer_activations(shape, rows, how)
+        return shape.layers * rows.tokens * how.wide * shape.hidden
     last = layer_activations(shape, rows, how, rows.chosen if how.written_out else None)
     return (shape.layers - 1) * layer_activations(shape, rows, how) + last
 

@@ -19,6 +19,7 @@ from rlhf.planning.arithmetic import (
     forward_working,
     head,
     key_value_cache,
+    layer_activations,
     layer_working,
 )
 from rlhf.planning.layout import Layout, Role
@@ -195,8 +196,22 @@ class _Memory:
         prefill = forward_working(role.shape, prompts, replace(role.how, written_out=False))
         prefill += key_value_cache(role.shape, prompts.tokens, role.how.low)
         logits = 4 * rows.rows * role.shape.vocabulary * SIZES["float32"]
-        parts[role.name, "logits"] = logits
-        parts[role.name, "activations"] = max(prefill - logits, 0.0)
+        decoding = dict(parts)
+        decoding[role.name, "logits"] = logits + self.widened(role)
+        decoding[role.name, "activations"] = max(prefill - logits, 0.0)
+        return _larger(decoding, self.copying(role, parts))
+
+    def copying(self, role: Role, resting: Parts) -> Parts:
+        """Return the moment in which the sampler copies the LM head, with the norm before it folded in, in float32."""
+        parts = dict(resting)
+        if not self.layout.copies_policy:
+            return parts
+        head_size = role.shape.embedding * SIZES["float32"]
+        if self.keeps_sampler:  # the new copy goes over the former one
+            head_size += role.shape.embedding * role.how.low
+        else:  # the cache is made afterwards
+            parts.pop((role.name, "KV cache"), None)
+        parts[role.name, "logits"] = head_size
         return parts
 
     def annotate(self) -> Parts:
@@ -215,10 +230,15 @@ class _Memory:
 
     def head_without_gradient(self, role: Role, rows: Rows) -> Bytes:
         passing = head(role.shape, rows, replace(role.how, keeps_probabilities=False), trained=False)
-        widened = 0.0
-        if self.layout.device == "cpu" and role.weights < role.shape.parameters * role.how.wide and not role.trained:
-            widened = role.shape.embedding * role.how.wide
-        return passing.forward + widened
+        return passing.forward + self.widened(role)
+
+    def widened(self, role: Role) -> Bytes:
+        """Return the float32 copy that a CPU makes of an LM head in 16 bits for every pass."""
+        is_frozen_narrow = role.weights < role.shape.parameters * role.how.wide and not role.trained
+        is_kept_narrow = role.kept not in ("auto", "float32") and not role.how.is_half
+        if self.layout.device != "cpu" or not (is_frozen_narrow or is_kept_narrow):
+            return 0.0
+        return role.shape.embedding * role.how.wide
 
     def casts(self, role: Role) -> Bytes:
         """Return the 16-bit copies of weights that are kept in more bits; of quantized ones a layer at a time."""
@@ -248,16 +268,18 @@ class _Memory:
         """Yield the moments of a forward and backward pass: the last logits, the head's gradient, the last layer's."""
         kept = activations(role.shape, rows, role.how, checkpointed=role.checkpointed)
         working = layer_working(role.shape, rows, role.how, trained=role.is_full)
+        computed_again = layer_activations(role.shape, rows, role.how) if role.checkpointed else 0.0
         states = (role.name, "activations")
         logits = (role.name, "logits")
         if not role.has_head:
-            yield _Moment({states: kept + working}, at_start=True)
+            yield _Moment({states: kept + computed_again + working}, at_start=True)
             return
         passing: Head = head(role.shape, rows, role.how, trained=role.is_full)
-        yield _Moment({states: kept, logits: passing.kept + passing.forward}, at_start=True)
-        yield _Moment({states: kept, logits: passing.kept + passing.backward}, at_start=True)
-        yield _Moment({states: kept + working}, at_start=True)
-        one = kept / role.shape.layers
+        passed = passing.kept + self.widened(role)
+        yield _Moment({states: kept, logits: passed + passing.forward}, at_start=True)
+        yield _Moment({states: kept, logits: passed + passing.backward}, at_start=True)
+        yield _Moment({states: kept + computed_again + working}, at_start=True)
+        one = kept / role.shape.layers + computed_again
         embedding = role.shape.embedding * role.how.wide if role.is_full else 0.0
         yield _Moment({states: one + max(working, embedding)}, at_start=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_the_bytes_of_a_layer_and_of_the_head_are_those_worked_by_hand() -> None
     assert layer_activations(TWO_LAYERS, ROW, Arithmetic()) == full == 640
     last = full - (4 - 3) * (4 * 4 + 2 * 8 * 4)  # the feed-forward half of the last layer sees three tokens
     assert activations(TWO_LAYERS, ROW, Arithmetic()) == full + last == 1200
-    assert activations(TWO_LAYERS, ROW, Arithmetic(), checkpointed=True) == 2 * 4 * 4 * 4 + full
+    assert activations(TWO_LAYERS, ROW, Arithmetic(), checkpointed=True) == 2 * 4 * 4 * 4  # the inputs
     logits = head(TWO_LAYERS, ROW, Arithmetic(), trained=True)
     assert logits.kept == 3 * 4 * 8 + 3 * 16 * 4  # hidden states twice, and all probabilities
     assert logits.forward == 3 * 16 * 4
@@ -93,6 +94,21 @@ def test_the_peak_of_sft_of_two_layers_is_the_one_worked_by_hand(monkeypatch: py
     by_kind = {item.kind: item.bytes for item in plan.memory.items if item.phase == "update"}
     assert by_kind["weights"] == by_kind["gradients"] == 372 * 4
     assert by_kind["moments"] == 372 * 8
+
+
+def test_a_layer_is_computed_again_once_the_logits_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = replace(TWO_LAYERS, vocabulary=400)  # 1,908 parameters
+    monkeypatch.setattr(layout, "read_shape", lambda path, may_make=False: shape)
+    config = train_config(settings("sft", batch__prompts_per_step=1, policy__gradient_checkpointing=True))
+    memory = make_plan(config, CPU, Lengths(prompt=1, completion=3)).memory
+    inputs, states, probabilities = 2 * 4 * 4 * 4, 3 * 4 * 8, 3 * 400 * 4
+    backward = 2 * 3 * 400 * 4 + 3 * 4 * 4 + 1600 * 4
+    assert memory.of("update") == 1908 * 12 + inputs + states + probabilities + backward
+
+    monkeypatch.setattr(layout, "read_shape", lambda path, may_make=False: TWO_LAYERS)
+    memory = make_plan(config, CPU, Lengths(prompt=1, completion=3)).memory
+    working = 4 * (4 * 8 * 4 + 4 * 4 * 4) + 4 * 3 * 4 * 8
+    assert memory.of("update") == 372 * 16 + inputs / 2 + 640 + working  # a layer, and its backward pass
 
 
 def test_prompts_are_shared_where_it_saves_a_tenth_of_the_tokens() -> None:
@@ -249,3 +265,40 @@ def test_passes_without_gradient_are_halved_on_one_gpu_until_they_fit() -> None:
     assert any("halves its passes" in note for note in small.layout.notes)
     two = planned("grpo", Machine(device="cuda", memory=size, processes=2), **more)
     assert not any("halves" in note for note in two.layout.notes)
+
+
+def logits_of(plan: Plan, phase: str) -> float:
+    return sum(item.bytes for item in plan.memory.items if item.phase == phase and item.kind == "logits")
+
+
+def test_a_cpu_widens_an_lm_head_in_16_bits_for_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = replace(TWO_LAYERS, vocabulary=4000)
+    monkeypatch.setattr(layout, "read_shape", lambda path, may_make=False: shape)
+    for phase in ("annotate", "update"):
+        wide, narrow = (
+            planned("grpo", policy__lora={"r": 2}, policy__weights=kept, batch__micro_batch_size=1)
+            for kept in ("float32", "nf4")
+        )
+        assert logits_of(narrow, phase) - logits_of(wide, phase) == 4000 * 4 * 4
+
+
+def test_the_sampler_copies_the_lm_head_through_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = replace(TWO_LAYERS, vocabulary=400_000, hidden=64)
+    monkeypatch.setattr(layout, "read_shape", lambda path, may_make=False: shape)
+    few: dict[str, Any] = {"batch__prompts_per_step": 1, "sampling__completions_per_prompt": 2}
+    head_size, logits = 64 * 400_000 * 4, 4 * 2 * 400_000 * 4
+
+    def rollout(machine: Machine, **more: Any) -> dict[str, float]:
+        plan = planned("rloo", machine, policy__lora={"r": 2}, **few, **more)
+        return {item.kind: item.bytes for item in plan.memory.items if item.phase == "rollout"}
+
+    kinds = rollout(CPU)
+    assert kinds["sampler's copy"] == shape.linear * 4 + head_size
+    assert kinds["logits"] == head_size
+    assert "KV cache" not in kinds  # it is made afterwards
+    kinds = rollout(CPU, sampling__copy_weights=False, policy__weights="nf4")
+    assert "sampler's copy" not in kinds
+    assert kinds["logits"] == logits + head_size  # of two rows, and the widened head
+    kinds = rollout(GPU, policy__dtype="bfloat16", policy__weights="nf4")
+    assert kinds["logits"] == head_size * 1.5  # in float32, and the new copy in 16 bits before it takes its place
+    assert "KV cache" in kinds

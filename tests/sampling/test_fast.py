@@ -355,6 +355,33 @@ def test_weights_in_bfloat16_are_packed_where_the_cpu_has_its_products(
     assert can_pack(torch.zeros(8, 8))
 
 
+class Widened(TorchDispatchMode):
+    """Counts the numbers that are cast to float32 in one operation, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and output.dtype == torch.float32:
+            self.most = max(self.most, output.numel())
+        return output
+
+
+def test_an_lm_head_in_16_bits_is_not_widened_before_its_norm_is_folded_in() -> None:
+    model = tiny("llama", dtype=torch.bfloat16, vocab=3000)
+    for module in model.modules():
+        if "Norm" in type(module).__name__:
+            module.float()
+    with Widened() as widened:
+        decoder = FusedDecoder(model, rows=2, positions=8, low=None)
+    assert widened.most < 3000 * 16
+    weight = model.lm_head.weight.detach().float() * model.model.norm.weight.detach()
+    x = torch.eye(16)
+    assert torch.equal(decoder.head(x), torch.nn.functional.linear(x, weight))
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_the_cache_is_bfloat16_where_the_cpu_has_its_products(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)

@@ -207,9 +207,9 @@ class FusedDecoder:
         self, parts: Sequence[_WeightAndBias], *, norm: Norm | None = None, scale: float = 1.0
     ) -> PackedLinear:
         """Join products of one input; the weight of `norm` is folded into the columns, `scale` into the first."""
-        weights, biases = [weight for weight, _ in parts], [bias for _, bias in parts]
-        if norm is not None:
-            weights = [weight * norm.weight.detach() for weight in weights]
+        columns = None if norm is None else _wide(norm.weight.detach())
+        weights = [_wide(weight) if columns is None else weight * columns for weight, _ in parts]
+        biases = [bias for _, bias in parts]
         if scale != 1.0:
             weights[0], biases[0] = weights[0] * scale, None if biases[0] is None else biases[0] * scale
         return PackedLinear(weights, biases, rows=self.rows, low=self.low)
@@ -344,10 +344,11 @@ def _is_linear(module: Any) -> bool:
 
 
 def _weight(module: Any) -> Tensor:
-    """Return the module's weight with the active adapters added, widened to float32 if it is stored in 16 bits."""
+    """Return the module's weight, in float32 with the active adapters added where it has some."""
     if is_linear(module):
-        return _wide(module.weight.detach())
-    weight: Tensor = _wide(module.base_layer.weight.detach())
+        weight: Tensor = module.weight.detach()  # not widened here: an LM head is large
+        return weight
+    weight = _wide(module.base_layer.weight.detach())
     for name in () if module.merged else module.active_adapters:
         if name in module.lora_A:
             weight = weight + module.get_delta_weight(name).detach()

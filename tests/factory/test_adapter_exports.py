@@ -1,0 +1,180 @@
+"""What a run with adapters exports, read by plain peft and plain transformers: for a Llama of SmolLM2's layers, and a
+Gemma 3, which nothing but its own configuration of transformers makes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from runs import WORDS, make_model, offline_tree, ppo_tree, quiet
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from rlhf.config.load import train_config
+from rlhf.factory.run import build_run
+from rlhf.models.backbone import body_of
+from rlhf.models.kernels.llama.forward import supports_fused
+from rlhf.models.kernels.quantized import QuantizedLinear
+from rlhf.models.lora import quiet_peft
+from rlhf.training.online_run import OnlineRun
+
+IDS = torch.tensor([[1, 4, 6, 8, 5, 9, 7, 4, 4, 8]])  # longer than a window of Gemma's
+SPECIAL = {"vocab_size": len(WORDS), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def make_smollm2(folder: Path) -> None:
+    """Two layers of SmolLM2-135M's width, with the words of these tests."""
+    config = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        rope_theta=100_000.0,
+        initializer_range=0.041666666666666664,
+        **SPECIAL,
+    )
+    _replace(folder, LlamaForCausalLM(config))
+
+
+def make_gemma3(folder: Path) -> None:
+    """Three layers of a Gemma 3 of text, two of them with a window of eight tokens."""
+    config = Gemma3TextConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        initializer_range=0.15,
+        **SPECIAL,
+    )
+    _replace(folder, Gemma3ForCausalLM(config))
+
+
+def _replace(folder: Path, model: PreTrainedModel) -> None:
+    make_model(folder)  # for its tokenizer
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=model.config.initializer_range)
+    model.save_pretrained(folder)
+
+
+def tree_of(preset: str, folder: Path, **policy: Any) -> dict[str, Any]:
+    """Two steps with adapters, of the critic too."""
+    role = {"lora": {"r": 4}, **policy}
+    short = {"policy": role, "schedule": {"steps": 2}, "eval": {"every": 0}, "checkpoint": {"every": 0}}
+    short["guard"] = {"on_alarm": "ignore"}
+    match preset:
+        case "sft":
+            tree = offline_tree(folder, "sft", **short)
+            pairs = tree["data"]["preferences"]["path"]
+            return {**tree, "data": {"sft": {"path": pairs, "columns": {"completion": "chosen"}}}}
+        case "dpo":
+            return offline_tree(folder, "dpo", **short)
+        case "grpo":
+            return ppo_tree(folder, algorithm={"preset": "grpo"}, sampling={"completions_per_prompt": 2}, **short)
+        case _:
+            critic = {"lora": {"r": 4}, "weights": policy.get("weights", "auto")}
+            return ppo_tree(folder, critic=critic, **short)
+
+
+def trained(tree: dict[str, Any]) -> Any:
+    """Train and export; return the models."""
+    run = build_run(train_config(tree), quiet())
+    assert run.train()
+    run.session.recorder.close()
+    return run.run.models if isinstance(run.run, OnlineRun) else run.run.loss.models  # type: ignore[attr-defined]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def plain(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def base_of(models: Any, folder: Path) -> PreTrainedModel:
+    """The base in plain transformers, with the numbers that the run kept: of codes, and of embeddings in 16 bits."""
+    base = plain(folder / "model")
+    weights = base.state_dict()
+    for name, module in models.policy.named_modules():
+        place = name.removeprefix("base_model.model.").removesuffix(".base_layer")
+        if isinstance(module, QuantizedLinear | torch.nn.Embedding):
+            weights[f"{place}.weight"].copy_(module.weight)
+    return base
+
+
+@pytest.mark.parametrize("weights", ["auto", "nf4"])
+@pytest.mark.parametrize("make", [make_smollm2, make_gemma3])
+def test_the_merged_model_is_adapter_plus_base(make: Callable[[Path], None], weights: str, tmp_path: Path) -> None:
+    if weights == "nf4":
+        pytest.importorskip("bitsandbytes")
+    make(tmp_path / "model")
+    models = trained(tree_of("sft", tmp_path, weights=weights, export="both", export_dtype="float32"))
+    base = base_of(models, tmp_path)
+    untrained = logits(base)
+    with quiet_peft():
+        both = logits(PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapter")))
+    merged = logits(plain(tmp_path / "run" / "model"))
+    assert (both - untrained).abs().max() > 0.01
+    assert (merged - both).abs().max() < 1e-5 * both.abs().max().clamp(min=1.0)
+
+
+@pytest.mark.parametrize("export", ["adapter", "merged", "both"])
+def test_each_export_has_what_it_says_and_its_tokenizer(export: str, tmp_path: Path) -> None:
+    make_gemma3(tmp_path / "model")
+    models = trained(tree_of("sft", tmp_path, export=export, export_dtype="float32"))
+    expected = logits(models.policy)
+    run = tmp_path / "run"
+    adapter = {"adapter": run / "model", "both": run / "adapter"}.get(export)
+    assert (run / "adapter").is_dir() == (export == "both")
+    if adapter is not None:
+        with quiet_peft():
+            loaded = PeftModel.from_pretrained(plain(tmp_path / "model"), str(adapter))
+        assert torch.allclose(logits(loaded), expected, atol=1e-5)
+        assert AutoTokenizer.from_pretrained(adapter).encode("red good") == [6, 4]
+    if export != "adapter":
+        assert not (run / "model" / "adapter_config.json").exists()
+        assert torch.allclose(logits(plain(run / "model")), expected, atol=1e-5)
+        assert AutoTokenizer.from_pretrained(run / "model").encode("red good") == [6, 4]
+
+
+@pytest.mark.parametrize("weights", ["auto", "nf4"])
+@pytest.mark.parametrize("preset", ["sft", "dpo", "grpo", "ppo"])
+def test_a_gemma_3_trains_adapters(preset: str, weights: str, tmp_path: Path) -> None:
+    if weights == "nf4":
+        pytest.importorskip("bitsandbytes")
+    make_gemma3(tmp_path / "model")
+    models = trained(tree_of(preset, tmp_path, weights=weights))
+    trained_models = [models.policy, *([models.critic] if preset == "ppo" else [])]
+    for model in trained_models:
+        moved = [p for name, p in model.named_parameters() if "lora_B" in name]
+        assert len(moved) == 3 * 7
+        assert all(float(p.detach().abs().max()) > 0 for p in moved)
+        quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+        assert len(quantized) == (3 * 7 if weights == "nf4" else 0)
+    assert supports_fused(body_of(models.policy))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    if preset in ("grpo", "ppo"):
+        first = next(row for row in rows if "policy/first_ratio_deviation" in row)
+        assert first["policy/first_ratio_deviation"] < 1e-4
