@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 from runs import (
+    WORDS,
     largest_difference,
     make_model,
     offline,
@@ -32,6 +33,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.algo.divergence import TeacherTokens
+from rlhf.algo.kl import kl_of_distributions
 from rlhf.algorithms.distill import DistillLoss
 from rlhf.cli import main
 from rlhf.config.files import merge
@@ -39,15 +41,17 @@ from rlhf.config.load import train_config
 from rlhf.config.weights import LoraConfig
 from rlhf.errors import CheckpointError, ConfigError, DataError, RewardError
 from rlhf.guard.lint import lint
-from rlhf.models.backbone import add_lora
+from rlhf.models.backbone import CausalLM, add_lora
 from rlhf.models.policy_models import Models
 from rlhf.models.teacher import LocalTeacher
 from rlhf.teachers.listed import ListedTokens
 from rlhf.teachers.teacher import Teacher, TeacherContext
 from rlhf.tracking.trackers import read_jsonl
+from rlhf.training.online_run import OnlineRun
 
 CPU = torch.device("cpu")
 ONE = {"epochs": 1, "minibatches": 1}
+EOS = WORDS.index("<eos>")
 
 
 def with_teacher(folder: Path, preset: str = "distill", **changes: Any) -> dict[str, Any]:
@@ -149,14 +153,41 @@ def test_the_temperature_divides_the_teachers_logits_too() -> None:
 # Runs
 
 
+def states_of_two_tokens(run: OnlineRun) -> list[Tensor]:
+    """The first prompts of the run, each followed by every token of the vocabulary `[V, L + 1]`."""
+    prompts = run.prompts(1)
+    starts = {tuple(ids[mask].tolist()) for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)}
+    return [torch.tensor([[*start, token] for token in range(len(WORDS))]) for start in sorted(starts)]
+
+
+@torch.no_grad()
+def exact_kl(policy: CausalLM, teacher: CausalLM, states: list[Tensor]) -> float:
+    """KL(policy || teacher) of the first two tokens of a completion, by enumeration: no draw is in it."""
+    total = 0.0
+    for ids in states:
+        ours, theirs = (model(input_ids=ids).logits[:, -2:].double().log_softmax(-1) for model in (policy, teacher))
+        first, second = kl_of_distributions(ours, theirs).unbind(dim=1)
+        chances = ours[0, 0].exp().index_fill(0, torch.tensor([EOS]), 0.0)  # nothing follows the end
+        total += float(first[0] + (chances * second).sum())
+    return total / len(states)
+
+
 @pytest.mark.parametrize("preset", ["distill", "opd", "minillm"])
 def test_the_kl_to_the_teacher_falls(tmp_path: Path, preset: str) -> None:
+    """By enumeration, since the logged KL is of 48 completions: with `minillm` its last three steps over its first
+    three were .33 to .59 in eight seeds, and other rounding draws again. The exact one ends at .16 (`distill`), .27
+    to .32 (`opd`) and .30 to .51 (`minillm`) of its start.
+    """
     tree = with_teacher(tmp_path, preset, schedule={"steps": 12}, batch={"prompts_per_step": 48})
     tree.pop("reward")  # the preset's reward is 0
-    trained(tree, "eval.every=0")
-    kl = column(tree, "kl/teacher")
-    assert sum(kl[-3:]) < 0.6 * sum(kl[:3])
-    assert column(tree, "kl/teacher_sequence")[0] > kl[0]
+    start, teacher = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, attn_implementation="eager")
+        for name in ("model", "teacher")
+    )
+    run = trained(tree, "eval.every=0")
+    states = states_of_two_tokens(run)
+    assert exact_kl(run.models.policy, teacher, states) < 0.65 * exact_kl(start, teacher, states)
+    assert column(tree, "kl/teacher_sequence")[0] > column(tree, "kl/teacher")[0]
     assert set(column(tree, "score/mean")) == {0.0}
     if preset == "distill":
         agreement = column(tree, "teacher/agreement")
