@@ -34,8 +34,8 @@ class LaunchedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_over = False
 
-    def ensure(self) -> None:
-        """Start the process if it does not run.
+    def ensure(self) -> bool:
+        """Start the process if it does not run, and return whether it was started.
 
         Raises:
             SamplingError: it ended before it ever answered, cannot be started, or its port is taken.
@@ -45,11 +45,12 @@ class LaunchedServer:
         if self._process is not None:
             code = self._process.poll()
             if code is None:
-                return
+                return False
             if not self.has_answered:
                 raise SamplingError(f"the sampling server ended with exit code {code} before it answered{self._tail()}")
             self._close_input()
         self._start()
+        return True
 
     def _start(self) -> None:
         self.has_answered = False

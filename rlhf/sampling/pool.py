@@ -158,15 +158,16 @@ class ServerPool:
             SamplingError: one ended before it answered, or does not answer in time.
         """
         launched = [(remote, remote.process) for remote in self.remotes if remote.process is not None]
-        for _, process in launched:
-            process.ensure()
+        for remote, process in launched:
+            if process.ensure():
+                remote.holds = remote.tested = None  # it has the weights of its start
         if self.config.launch is None or any(process.has_answered for _, process in launched):
             return
         until = time.monotonic() + self.config.launch.start_s
         waiting = dict(enumerate(launched))
         while waiting:
             for number, (remote, process) in list(waiting.items()):
-                with suppress(ServerDown):
+                with suppress(ServerDown, ServerRefused):
                     self.config.version(remote.http)
                     process.has_answered = True
                     del waiting[number]
@@ -212,7 +213,11 @@ class ServerPool:
         )
 
     def _bring_up_to_date(self, remote: Remote, policy: PushedPolicy, tensors: Mapping[str, Tensor]) -> None:
-        """Push this version to a server that does not have it, and compare its tokens; a dead one is left out."""
+        """Push this version to a server that does not have it, and compare its tokens; a dead one is left out.
+
+        Raises:
+            SamplingError: the server refuses a request, a push broke, or the canary found a difference.
+        """
         was_alive = remote.is_alive
         try:
             known = self.config.version(remote.http)
@@ -231,6 +236,11 @@ class ServerPool:
         except ServerDown as error:
             self._lose(remote, error)
             return
+        except ServerRefused as error:
+            raise SamplingError(
+                f"the sampling server {remote.http.url} does not answer as one of type {self.config.type} does: "
+                f"{error}. Check sampling.server.type, the address, and sampling.server.token_env"
+            ) from error
         if not was_alive:
             self.warn(f"the sampling server {remote.http.url} answers again, and has the current weights")
 

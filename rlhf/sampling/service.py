@@ -252,7 +252,8 @@ class PolicyService:
             case "GET", "/health" | "/version":
                 return {"status": "ok", "version": self.version}
             case "GET", "/weights":
-                about = {"version": self.version, "dtype": self.dtype, "weights": self.weights}
+                about: dict[str, Any] = {"version": self.version, "dtype": self.dtype, "weights": self.weights}
+                about["paused"] = not self._running.is_set()
                 return about | ({"digests": self.digests()} if "digests" in route else {})
             case "POST", "/v1/completions":
                 return self.complete(body)

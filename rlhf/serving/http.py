@@ -11,10 +11,11 @@ from rlhf.errors import ConfigError
 
 CONNECT_S = 10.0  # to open a connection; a machine that is off the network does not answer at all
 SHOWN = 500  # characters of an answer in an error
+PASSING = frozenset({408, 429, 502, 503, 504})  # of a server that is busy or starts, or of the gateway before it
 
 
 class ServerDown(Exception):
-    """The server did not answer: refused or broken connection, timeout, or HTTP 503. Another try may succeed."""
+    """The server did not answer: broken connection, timeout, or a status of `PASSING`. Another try may succeed."""
 
 
 class ServerRefused(Exception):
@@ -86,8 +87,8 @@ class JsonHttp:
 
 def _parsed(status: int, content: bytes) -> Any:
     text = content.decode(errors="replace")
-    if status == 503:
-        raise ServerDown(f"HTTP 503: {text[:SHOWN]}")
+    if status in PASSING:
+        raise ServerDown(f"HTTP {status}: {text[:SHOWN]}")
     if status >= 400:
         raise ServerRefused(status, text[:SHOWN])
     if not content.strip():

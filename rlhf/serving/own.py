@@ -6,11 +6,12 @@ import sys
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from rlhf.serving.http import JsonHttp
+from rlhf.serving.http import JsonHttp, ServerRefused
 from rlhf.serving.routes import EXACT, Answer, Ask, choices_of, read_choice, score
 from rlhf.serving.server import Launch, Push, Server
 
 SHORT_S = 30.0  # for what takes no computation
+PAUSED = "paused"  # in place of a version: the trainer pushes again, which ends the pause
 
 
 class OwnServer(Server):
@@ -70,8 +71,11 @@ class OwnServer(Server):
         return score(http, ids, model=None, timeout_s=self.timeout_s)
 
     def version(self, http: JsonHttp) -> str | None:
-        """Ask /weights."""
-        return str(http.get("/weights", timeout_s=SHORT_S)["version"])
+        """Ask /weights; a server that a broken push has left paused has no version to sample from."""
+        status = http.get("/weights", timeout_s=SHORT_S)
+        if not isinstance(status, Mapping) or "version" not in status:
+            raise ServerRefused(200, f"/weights has no version: {status!r:.200}")
+        return PAUSED if status.get("paused") else str(status["version"])
 
     def push(self, http: JsonHttp, push: Push) -> None:
         """Pause, load the folder, resume; the server answers no completion if the load breaks half way."""

@@ -9,6 +9,7 @@ POST /reset_prefix_cache   forget keys and values of the weights before
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +58,8 @@ def choices_of(answer: Any, count: int) -> list[Mapping[str, Any]]:
         ServerRefused: there are not `count` of them.
     """
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
-    if not isinstance(choices, list) or len(choices) != count:
+    is_numbered = isinstance(choices, list) and all(isinstance(c, Mapping) and "index" in c for c in choices)
+    if not isinstance(choices, list) or not is_numbered or len(choices) != count:
         raise ServerRefused(200, f"expected {count} choices, found {choices!r:.200}")
     return sorted(choices, key=lambda choice: int(choice["index"]))
 
@@ -66,7 +68,7 @@ def read_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], list
     """Return token ids, their log-probabilities, and the prompt's token ids.
 
     Raises:
-        ServerRefused: the server left one of them out.
+        ServerRefused: the server left one of them out, or a log-probability is no number.
     """
     ids, prompt = choice.get("token_ids"), choice.get("prompt_token_ids")
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
@@ -74,7 +76,11 @@ def read_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], list
         raise ServerRefused(
             200, "a choice lacks token_ids, prompt_token_ids or logprobs: the server is too old for return_token_ids"
         )
-    return list(ids), [float(value) for value in logprobs], list(prompt)
+    values = [math.nan if value is None else float(value) for value in logprobs]
+    wrong = next((place for place, value in enumerate(values) if not math.isfinite(value)), None)
+    if wrong is not None:
+        raise ServerRefused(200, f"token {wrong + 1} of a completion has the log-probability {logprobs[wrong]}")
+    return list(ids), values, list(prompt)
 
 
 def score(http: JsonHttp, ids: Sequence[int], *, model: str | None, timeout_s: float) -> list[float]:

@@ -1,0 +1,193 @@
+"""Servers that answer, but not as they should: behind a gateway, of another kind, paused, restarted, with NaN."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from runs import make_model
+from servers import CPU, listening, service_of
+from torch import Tensor
+
+from rlhf.errors import SamplingError
+from rlhf.models.backbone import load_causal_lm
+from rlhf.models.policy_models import Models
+from rlhf.sampling.launched import LaunchedServer
+from rlhf.sampling.pool import ServerPool
+from rlhf.sampling.push import PushedPolicy
+from rlhf.sampling.service import PolicyService
+from rlhf.serving.http import JsonHttp, ServerDown, ServerRefused
+from rlhf.serving.own import OwnServer
+from rlhf.serving.routes import Ask, choices_of, read_choice
+from rlhf.serving.server import LaunchConfig, Push
+from rlhf.serving.vllm import VllmServer
+
+PROMPTS = [[4, 5], [6]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("flaky") / "model")
+
+
+def policy_of(model: Path) -> PushedPolicy:
+    return PushedPolicy(Models(policy=load_causal_lm(str(model)), temperature=1.0, dtype="float32", device=CPU))
+
+
+def pool_of(folder: Path, *urls: str, **server: Any) -> ServerPool:
+    config = OwnServer(urls=list(urls), **server)
+    return ServerPool(config, folder / "weights", dtype="float32", pad_id=0)
+
+
+def ask() -> Ask:
+    return Ask(
+        prompts=PROMPTS,
+        rows=[0, 1],
+        width=2,
+        group_size=1,
+        key=1,
+        greedy=False,
+        temperature=1.0,
+        max_new_tokens=3,
+        stop_ids=(2,),
+        pad_id=0,
+        batch_size=8,
+    )
+
+
+def drawn(pool: ServerPool, policy: PushedPolicy) -> list[list[int]]:
+    """What the servers complete."""
+    with pool.sampling_from(policy, PROMPTS):
+        return pool.generate([ask()], policy)[0].ids
+
+
+@contextmanager
+def answering(status: int, body: str = "{}") -> Iterator[str]:
+    """The address of a server that has one answer to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize("status", [408, 429, 502, 503, 504])
+def test_a_gateway_whose_server_restarts_is_a_server_that_is_down(status: int) -> None:
+    with answering(status, "<html>Bad Gateway</html>") as url, pytest.raises(ServerDown, match=str(status)):
+        JsonHttp(url, timeout_s=5.0).get("/weights")
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 500])
+def test_what_another_try_would_not_change_is_refused(status: int) -> None:
+    with answering(status) as url, pytest.raises(ServerRefused, match=str(status)):
+        JsonHttp(url, timeout_s=5.0).get("/weights")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "why"),
+    [(404, '{"detail": "Not Found"}', "HTTP 404"), (200, "[]", "no version")],
+    ids=["vllm, which has no /weights", "some other program"],
+)
+def test_a_server_of_another_kind_stops_the_run_with_a_sentence(
+    model: Path, tmp_path: Path, status: int, body: str, why: str
+) -> None:
+    wanted = rf"{why}.*sampling\.server\.type"
+    with answering(status, body) as url, pytest.raises(SamplingError, match=wanted):
+        drawn(pool_of(tmp_path, url), policy_of(model))
+
+
+def test_a_wrong_token_stops_the_run_with_a_sentence(model: Path, tmp_path: Path) -> None:
+    wanted = r"401.*sampling\.server\.token_env"
+    with listening(service_of(model), token="secret") as url, pytest.raises(SamplingError, match=wanted):
+        drawn(pool_of(tmp_path, url), policy_of(model))
+
+
+def test_a_server_that_was_paused_by_a_push_that_timed_out_goes_on(model: Path, tmp_path: Path) -> None:
+    class Slow(PolicyService):
+        pushes = 0
+
+        def apply(self, tensors: Mapping[str, Tensor]) -> None:
+            self.pushes += 1
+            if self.pushes == 1:
+                time.sleep(2.2)
+            super().apply(tensors)
+
+    service, policy = service_of(model, Slow), policy_of(model)
+    warnings: list[str] = []
+    with listening(service) as url:
+        pool = pool_of(tmp_path, url, timeout_s=2.0, wait_s=30.0)
+        pool.warn = warnings.append
+        ids = drawn(pool, policy)
+    assert service.pushes >= 2
+    assert any("does not answer" in text for text in warnings)
+    with listening(service_of(model)) as url:
+        assert ids == drawn(pool_of(tmp_path / "other", url), policy)
+
+
+class Loads(VllmServer):
+    """A server that reports no version, and counts what is pushed."""
+
+    pushed: ClassVar[list[str]] = []
+
+    def version(self, http: JsonHttp) -> str | None:
+        return None
+
+    def push(self, http: JsonHttp, push: Push) -> None:
+        self.pushed.append(push.version)
+
+
+class DiesOnce(LaunchedServer):
+    """A server of the run that has died before it is looked at for the second time, and is started again."""
+
+    looks = 0
+
+    def ensure(self) -> bool:
+        self.looks += 1
+        return self.looks == 2
+
+
+def test_a_server_that_the_run_starts_again_gets_the_weights_again(model: Path, tmp_path: Path) -> None:
+    """Also where they have not changed, as in an evaluation after a step: it has those of its start."""
+    config, policy = Loads(launch=LaunchConfig(), canary={"prompts": 0}), policy_of(model)
+    process = DiesOnce(["vllm"], {}, port=1, log=tmp_path / "log")
+    process.has_answered = True
+    pool = ServerPool(config, tmp_path, dtype="float32", pad_id=0, processes=[process])
+    for pushes in (1, 2, 2):
+        with pool.sampling_from(policy, PROMPTS):
+            assert len(config.pushed) == pushes
+    assert len(set(config.pushed)) == 1
+
+
+@pytest.mark.parametrize("value", [None, math.nan, -math.inf])
+def test_a_token_without_a_log_probability_is_refused(value: float | None) -> None:
+    choice = {"token_ids": [4, 5], "prompt_token_ids": [6], "logprobs": {"token_logprobs": [-1.0, value]}}
+    with pytest.raises(ServerRefused, match=r"token 2 .* has the log-probability"):
+        read_choice(choice)
+
+
+def test_choices_without_a_number_are_refused() -> None:
+    with pytest.raises(ServerRefused, match="expected 1 choices"):
+        choices_of({"choices": [{"text": "x"}]}, 1)
