@@ -90,7 +90,8 @@ def evaluate_policy(
     if proxy is not None:
         metrics["eval/proxy"] = float(filled(proxy(completions)).values.double().mean())
     if cost is not None:
-        metrics |= _mean_and_error("eval/cost", cost(completions).values.double())
+        costs = cost(completions).values.double()
+        metrics |= _mean_and_error("eval/cost", costs[~costs.isnan()])  # NaN: no verifier applies
     if greedy:
         with models.engine.whole(models.policy, models.dtype):
             most_likely = concat([sampler.sample(batch, key=key, group_size=1, greedy=True) for batch in prompts])

@@ -5,6 +5,7 @@ A class below `Judge` is a judge that `judge.type` can name, in this package or 
 
 from __future__ import annotations
 
+import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -161,7 +162,8 @@ def verdict_of_scores(scores: Sequence[float], *, answers: int = 0, unreadable: 
 
 
 def _beats(first: float, second: float) -> float:
-    return 0.5 if first == second else float(first > second)
+    """Compare two scores; a completion without one (NaN) ties with every other."""
+    return 0.5 if first == second or math.isnan(first + second) else float(first > second)
 
 
 def verdict_of_pairs(

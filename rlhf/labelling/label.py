@@ -7,6 +7,7 @@ and OUT is made of it at the end.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -16,10 +17,12 @@ from typing import Annotated, Any, Literal
 from rlhf.algo.agreement import Agreement, agreement
 from rlhf.config.data import Count, DatasetConfig
 from rlhf.errors import DataError
-from rlhf.labelling.data import Group, read_groups, read_human_pairs
+from rlhf.labelling.data import FEWEST, Group, read_groups, read_human_pairs
 from rlhf.labelling.judges import Judge, Verdict
 from rlhf.section import Needed, NonNegative, OneOf, Section
 
+HOW_ASKED = ("timeout_s", "retries", "concurrency", "cache_dir")
+"""Settings of a judge that change no answer: an interrupted call may go on with others."""
 NEEDED = Needed("set judge, e.g. --judge runs/reward_model, or --judge http://127.0.0.1:8000/v1 judge.chat.model=NAME")
 
 
@@ -133,7 +136,7 @@ class Labels:
             DataError: they are those of another judge.
         """
         self.path = path
-        self.judge = json.dumps(config.judge.model_dump(mode="json"), sort_keys=True)
+        self.judge = _identity(config.judge.model_dump(mode="json"))
         self.verdicts: dict[str, Verdict] = {}
         if not resume:
             path.unlink(missing_ok=True)
@@ -145,7 +148,7 @@ class Labels:
             path.write_text("".join(complete), encoding="utf-8")
 
     def _read(self, row: Mapping[str, Any]) -> None:
-        if row["judge"] != self.judge:
+        if _identity(json.loads(row["judge"])) != self.judge:
             raise DataError(
                 f"{self.path} has labels of another judge, {row['judge']}: name another out, or ask again "
                 "(--again; in Python resume=False)"
@@ -172,6 +175,18 @@ class Labels:
         return self.verdicts[group.digest]
 
 
+def _identity(judge: Mapping[str, Any]) -> str:
+    """Return the settings of a judge that its answers depend on, as text."""
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        rest = {key: entry for key, entry in value.items() if key not in HOW_ASKED}
+        return {key: entry if key == "kwargs" else kept(entry) for key, entry in rest.items()}
+
+    return json.dumps(kept(judge), sort_keys=True)
+
+
 def preferred(verdict: Verdict, i: int, j: int, *, min_gap: float) -> float:
     """Return 1 where completion i is preferred to j, 0 where j is, 1/2 where neither is."""
     if verdict.is_scored and abs(verdict.scores[i] - verdict.scores[j]) < min_gap:
@@ -180,8 +195,14 @@ def preferred(verdict: Verdict, i: int, j: int, *, min_gap: float) -> float:
 
 
 def rows_of(group: Group, verdict: Verdict, config: LabelConfig) -> list[dict[str, Any]]:
-    """Return the rows of a group in the result, in the format that `rlhf reward` and DPO read, or as a ranking."""
-    order = sorted(range(len(group.completions)), key=lambda i: -verdict.scores[i])  # stable: as in the file
+    """Return the rows of a group in the result, in the format that `rlhf reward` and DPO read, or as a ranking.
+
+    Completions without a score, such as those that no verifier applies to, are left out.
+    """
+    scored = [i for i, score in enumerate(verdict.scores) if not math.isnan(score)]
+    order = sorted(scored, key=lambda i: -verdict.scores[i])  # stable: as in the file
+    if len(order) < FEWEST:
+        return []
     if config.write == "rankings":
         ranks = [1 + sum(score > verdict.scores[i] for score in verdict.scores) for i in order]
         texts = [group.completions[i] for i in order]

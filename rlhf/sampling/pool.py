@@ -48,6 +48,7 @@ class Remote:
     holds: str | None = None  # the version of its weights, if that is certain
     tested: str | None = None  # the version that the canary has compared
     process: LaunchedServer | None = None  # of a server that the run starts
+    failure: str = "none"  # why it was left out the last time
 
 
 class ServerPool:
@@ -266,7 +267,7 @@ class ServerPool:
     def _lose(self, remote: Remote, error: Exception) -> None:
         if remote.is_alive:
             self.warn(f"the sampling server {remote.http.url} does not answer ({error}); the others go on")
-        remote.is_alive, remote.holds, remote.tested = False, None, None
+        remote.is_alive, remote.holds, remote.tested, remote.failure = False, None, None, str(error)
 
     def _test(self, remote: Remote, policy: PushedPolicy) -> None:
         """Compare tokens of the server with the trainer's.
@@ -352,7 +353,9 @@ class ServerPool:
                 if now - waiting_since > self.config.wait_s:
                     raise SamplingError(
                         f"no sampling server of {', '.join(self.config.urls)} has answered for "
-                        f"{self.config.wait_s:g} s (sampling.server.wait_s): start one"
+                        f"{self.config.wait_s:g} s (sampling.server.wait_s): start one, or raise "
+                        "sampling.server.timeout_s if they are slow; the last failures: "
+                        + "; ".join(remote.failure for remote in self.remotes)
                     )
                 time.sleep(POLL_S)
                 self._update(policy)

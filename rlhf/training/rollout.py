@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlhf.algo.advantages import uniform_groups
+from rlhf.algo.advantages import fill_missing, uniform_groups
 from rlhf.algo.correction import token_ratios
 from rlhf.algo.kl import kl_estimate
 from rlhf.algo.masked import Mean, explained_variance
@@ -209,7 +209,7 @@ def _live_prompt(rollout: Rollout, row: int) -> list[int]:
 def rollout_metrics(experience: Experience, scores: Scores, models: Models, algorithm: Online) -> Metrics:
     """Compute the metrics of a step that do not depend on its update; those of KLs leave out hinted completions."""
     mask = experience.action_mask
-    values = scores.parts.get(REWARD, experience.scores).double()
+    values = fill_missing(scores.parts.get(REWARD, experience.scores).double(), experience.group_size)
     metrics = Metrics(
         {
             "score/mean": Mean.of(values),
@@ -280,12 +280,15 @@ def reward_of(scores: Scores) -> Float[Tensor, " B"]:
 
 
 def cost_metrics(scores: Scores) -> Metrics:
-    """Compute mean and standard deviation of the costs of a batch, and the mean of what is trained on; none without."""
+    """Compute mean and standard deviation of the costs of a batch, and the mean of what is trained on; none without.
+
+    Completions without a cost (NaN), such as those that no verifier applies to, do not count.
+    """
     if COST not in scores.parts:
         return Metrics()
-    costs = scores.parts[COST].double()
-    metrics = Metrics({"cost/mean": Mean.of(costs), "lagrange/score": Mean.of(scores.values)})
-    metrics.add("cost/std", float(costs.std(correction=0)))
+    costs, values = (x[~x.isnan()].double() for x in (scores.parts[COST], scores.values))
+    metrics = Metrics({"cost/mean": Mean.of(costs), "lagrange/score": Mean.of(values)})
+    metrics.add("cost/std", float(costs.std(correction=0)) if len(costs) else float("nan"))
     return metrics
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from rlhf.data.tokenizer import left_pad, load_tokenizer, make_encoder, right_pa
 from rlhf.errors import ConfigError, DataError, RewardError
 from rlhf.labelling.data import read_groups
 from rlhf.labelling.judges import judge_at, verdict_of_pairs, verdict_of_scores
-from rlhf.labelling.label import LabelConfig, label
+from rlhf.labelling.label import LabelConfig, label, rows_of
 from rlhf.labelling.settings import label_settings
 from rlhf.models.scalar_head import load_reward_heads, load_scalar_head
 
@@ -251,6 +252,34 @@ def test_an_interrupted_call_goes_on(folder: Path) -> None:
         assert len(server.requests) == 2  # the other prompt's pair alone
     assert (result.written, result.answers) == (3, 8)
     assert any("1 prompts are left" in text for text in notes)
+
+
+def test_an_interrupted_call_goes_on_with_other_patience(folder: Path) -> None:
+    """After timeouts the same judge is asked more slowly: the labels that are there are still its own."""
+    with serving(by_words) as server:
+        config = served(server.url, folder)
+        label(config)
+        chat = {**config.judge.model_dump()["chat"], "concurrency": 1, "timeout_s": 5.0, "retries": 1}
+        label(served(server.url, folder, judge={"type": "pairs", "chat": chat}))
+        with pytest.raises(DataError, match="labels of another judge"):
+            label(served(server.url, folder, judge={"type": "pairs", "chat": {**chat, "max_tokens": 9}}))
+
+
+@pytest.mark.parametrize("write", ["pairs", "best_and_worst", "rankings"])
+def test_a_completion_without_a_score_is_in_no_row(folder: Path, write: str) -> None:
+    """Such as one that no verifier applies to: NaN is neither more nor less than any score."""
+    verdict = verdict_of_scores([1.0, math.nan, 3.0])
+    assert verdict.wins == ((0.5, 0.5, 0.0), (0.5, 0.5, 0.5), (1.0, 0.5, 0.5))
+    (group, *_), _ = read_groups(DatasetConfig(path=str(folder / "completions.jsonl")))
+    tree = {"completions": {"path": "c"}, "judge": {"type": "scores", "source": {"type": "function", "target": LONGER}}}
+    config = LabelConfig.model_validate({**tree, "write": write})
+    (row,) = rows_of(group, verdict, config)
+    if write == "rankings":
+        assert row["completions"] == ["good good good", "good"]
+        assert (row["ranks"], row["scores"]) == ([1, 2], [3.0, 1.0])
+    else:
+        assert (row["chosen"], row["rejected"]) == ("good good good", "good")
+    assert rows_of(group, verdict_of_scores([math.nan, math.nan, 3.0]), config) == []
 
 
 def test_labels_of_another_judge_are_not_taken(folder: Path) -> None:

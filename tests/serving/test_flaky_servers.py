@@ -132,13 +132,13 @@ def test_a_server_that_was_paused_by_a_push_that_timed_out_goes_on(model: Path, 
         def apply(self, tensors: Mapping[str, Tensor]) -> None:
             self.pushes += 1
             if self.pushes == 1:
-                time.sleep(2.2)
+                time.sleep(3.3)
             super().apply(tensors)
 
     service, policy = service_of(model, Slow), policy_of(model)
     warnings: list[str] = []
     with listening(service) as url:
-        pool = pool_of(tmp_path, url, timeout_s=2.0, wait_s=30.0)
+        pool = pool_of(tmp_path, url, timeout_s=3.0, wait_s=60.0)
         pool.warn = warnings.append
         ids = drawn(pool, policy)
     assert service.pushes >= 2
@@ -186,6 +186,17 @@ def test_a_token_without_a_log_probability_is_refused(value: float | None) -> No
     choice = {"token_ids": [4, 5], "prompt_token_ids": [6], "logprobs": {"token_logprobs": [-1.0, value]}}
     with pytest.raises(ServerRefused, match=r"token 2 .* has the log-probability"):
         read_choice(choice)
+
+
+def test_a_server_that_is_too_slow_for_the_timeout_is_told_from_one_that_is_gone(model: Path, tmp_path: Path) -> None:
+    class Slow(PolicyService):
+        def sample(self, *arguments: Any, **settings: Any) -> Any:
+            time.sleep(1.5)
+            return super().sample(*arguments, **settings)
+
+    wanted = r"has answered for 0\.1 s .*sampling\.server\.timeout_s.*timed out"
+    with listening(service_of(model, Slow)) as url, pytest.raises(SamplingError, match=wanted):
+        drawn(pool_of(tmp_path, url, timeout_s=0.5, wait_s=0.1), policy_of(model))
 
 
 def test_choices_without_a_number_are_refused() -> None:

@@ -19,6 +19,7 @@ from rlhf.errors import RewardError
 from rlhf.rewards.cost import COST, REWARD, CostedReward
 from rlhf.training.collect import sample_and_score
 from rlhf.training.online import train
+from rlhf.training.rollout import cost_metrics
 from rlhf.types import Completions, Scores
 
 
@@ -72,6 +73,13 @@ def test_a_part_of_the_reward_with_the_name_of_a_cost_is_refused() -> None:
     clash = source([1.0] * 3, **{"cost.toxic": [0.0] * 3})
     with pytest.raises(RewardError, match=r"part 'cost\.toxic'"):
         CostedReward(clash, source([1.0] * 3, toxic=[0.0] * 3), None)(BATCH)
+
+
+def test_completions_without_a_cost_do_not_count() -> None:
+    """A cost of NaN would keep the multiplier as it is in every step that has one."""
+    parts = {COST: torch.tensor([math.nan, 2.0, 4.0]), REWARD: torch.tensor([1.0, 1.0, 0.0])}
+    metrics = cost_metrics(Scores(values=torch.tensor([math.nan, -1.0, -4.0]), parts=parts))
+    assert (metrics["cost/mean"], metrics["cost/std"], metrics["lagrange/score"]) == (3.0, 1.0, -2.5)
 
 
 def test_the_run_trains_on_the_combination_of_the_step(tmp_path: Path) -> None:
