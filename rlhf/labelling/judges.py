@@ -163,7 +163,7 @@ def verdict_of_scores(scores: Sequence[float], *, answers: int = 0, unreadable: 
 
 def _beats(first: float, second: float) -> float:
     """Compare two scores; a completion without one (NaN) ties with every other."""
-    return 0.5 if first == second or math.isnan(first + second) else float(first > second)
+    return 0.5 if first == second or math.isnan(first) or math.isnan(second) else float(first > second)
 
 
 def verdict_of_pairs(
