@@ -9,16 +9,16 @@ from functools import cache
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from scipy.special import pdtr
 from torch import Tensor
-from torch.nn.functional import pad
 
 from reward_model.model import (
-    CHUNK,
     bradley_terry,
-    drop_padding_columns,
+    pair_scores,
     reference_statistics,
+    score_pairs,
+    score_rows,
     spread_indices,
     win_indicator,
 )
@@ -69,25 +69,6 @@ def _poisson_cdf() -> list[float]:
     return [float(pdtr(count, 1.0)) for count in range(LARGEST_COUNT)]
 
 
-def member_pair_scores(
-    model: EnsembleHeadModel, pairs: PreferencePairs
-) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B K"]]:
-    """Score both sides of each pair by every member, in one forward pass over 2B rows."""
-    width = max(pairs.chosen_ids.shape[1], pairs.rejected_ids.shape[1])
-    completion_ids, completion_mask = (
-        torch.cat([pad(side, (0, width - side.shape[1])) for side in sides])
-        for sides in ((pairs.chosen_ids, pairs.rejected_ids), (pairs.chosen_mask, pairs.rejected_mask))
-    )
-    prompt_ids, prompt_mask = (torch.cat([side, side]) for side in (pairs.prompt_ids, pairs.prompt_mask))
-    scores = sequence_member_scores(
-        model,
-        *drop_padding_columns(prompt_ids, prompt_mask),
-        *drop_padding_columns(completion_ids, completion_mask),
-    )
-    chosen, rejected = scores.chunk(2)
-    return chosen, rejected
-
-
 class EnsembleLoss:
     """The Bradley-Terry loss of every member: one term, `rm`, the mean over members summed over pairs.
 
@@ -108,7 +89,7 @@ class EnsembleLoss:
         device = self.model.head.weight.device
         pairs = micro.to(device)
         with autocast(self.dtype, device):
-            chosen, rejected = member_pair_scores(self.model, pairs)
+            chosen, rejected = pair_scores(self.model, pairs, scorer=sequence_member_scores)
         size = chosen.shape[1]
         margins = pairs.margins.to(chosen) if self.config.use_margin else torch.zeros_like(chosen[:, 0])
         losses = bradley_terry(
@@ -135,59 +116,15 @@ def _metrics(
     }
 
 
-@torch.no_grad()
-def score_member_rows(
-    model: EnsembleHeadModel,
-    prompt_ids: Int[Tensor, "B P"],
-    prompt_mask: Bool[Tensor, "B P"],
-    completion_ids: Int[Tensor, "B T"],
-    completion_mask: Bool[Tensor, "B T"],
-    *,
-    micro_batch_size: int,
-    dtype: str,
-) -> Float[Tensor, "B K"]:
-    """Score many rows by every member without gradient, as reward_model.model.score_rows does by one."""
-    device = model.head.weight.device
-    was_training = model.training
-    model.eval()
-    lengths = prompt_mask.sum(dim=1) + completion_mask.sum(dim=1)
-    order = torch.argsort(lengths, descending=True, stable=True)
-    scores = torch.empty(len(order), model.size, dtype=model.head.weight.dtype)
-    with autocast(dtype, device):
-        for part in torch.split(order, micro_batch_size):
-            prompt = drop_padding_columns(prompt_ids[part].to(device), prompt_mask[part].to(device))
-            completion = drop_padding_columns(completion_ids[part].to(device), completion_mask[part].to(device))
-            scores[part.cpu()] = sequence_member_scores(model, *prompt, *completion).cpu()
-    model.train(was_training)
-    return scores
-
-
-def score_member_pairs(
-    model: EnsembleHeadModel,
-    pairs: RowSet[PreferencePairs],
-    indices: Sequence[int],
-    *,
-    micro_batch_size: int,
-    dtype: str,
-) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B K"]]:
-    """Score both sides of the pairs at `indices` by every member, without gradient and on the CPU."""
-    sides: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for start in range(0, len(indices), CHUNK):
-        part = pairs.collate(list(indices[start : start + CHUNK]))
-        prompt = part.prompt_ids, part.prompt_mask
-        for scores, completion in zip(
-            sides, ((part.chosen_ids, part.chosen_mask), (part.rejected_ids, part.rejected_mask)), strict=True
-        ):
-            scores.append(
-                score_member_rows(model, *prompt, *completion, micro_batch_size=micro_batch_size, dtype=dtype)
-            )
-    return torch.cat(sides[0]), torch.cat(sides[1])
-
-
 def member_gaps(model: EnsembleHeadModel, pairs: PairSet, *, micro_batch_size: int, dtype: str) -> Float[Tensor, "K N"]:
     """Compute every member's calibrated score gap, chosen - rejected, of each pair."""
-    chosen, rejected = score_member_pairs(
-        model, pairs, range(len(pairs)), micro_batch_size=micro_batch_size, dtype=dtype
+    chosen, rejected = score_pairs(
+        model,
+        pairs,
+        range(len(pairs)),
+        micro_batch_size=micro_batch_size,
+        dtype=dtype,
+        scorer=sequence_member_scores,
     )
     return (chosen - rejected).double().T
 
@@ -208,8 +145,13 @@ def calibrate_ensemble(
     if config.data == "none":
         return
     model.calibrate_members([0.0] * model.size, [1.0] * model.size)
-    sides = score_member_pairs(
-        model, pairs, spread_indices(pairs, config), micro_batch_size=micro_batch_size, dtype=dtype
+    sides = score_pairs(
+        model,
+        pairs,
+        spread_indices(pairs, config),
+        micro_batch_size=micro_batch_size,
+        dtype=dtype,
+        scorer=sequence_member_scores,
     )
     columns = zip(sides[0].unbind(dim=1), sides[1].unbind(dim=1), strict=True)
     means, stds = zip(*(reference_statistics(*column, config) for column in columns), strict=True)
@@ -230,7 +172,7 @@ class EnsembleModelSource:
     def __call__(self, completions: Completions) -> Scores:
         """Score completions; see RewardSource."""
         rows, parts = self.source.prepare(completions)
-        scores = score_member_rows(
+        scores = score_rows(
             self.model,
             rows.prompt_ids,
             rows.prompt_mask,
@@ -238,6 +180,7 @@ class EnsembleModelSource:
             rows.completion_mask,
             micro_batch_size=self.source.micro_batch_size,
             dtype=self.source.dtype,
+            scorer=sequence_member_scores,
         ).float()
         check_finite(scores)
         weights = torch.ones(self.model.size)

@@ -23,10 +23,14 @@ from rlhf.models.backbone import autocast
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
 from rlhf.types import PreferencePairs
 
+SequenceScorer = Callable[..., Tensor]
+"""`sequence_scores`, a score for each row; or `sequence_member_scores`, one for each row and member of an ensemble."""
 CHUNK = 256  # pairs padded into one rectangle at a time; bounds the memory for padding, not for the model
 
 
-def pair_scores(model: ScalarHeadModel, pairs: PreferencePairs) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+def pair_scores(
+    model: ScalarHeadModel, pairs: PreferencePairs, *, scorer: SequenceScorer = sequence_scores
+) -> tuple[Float[Tensor, "B ..."], Float[Tensor, "B ..."]]:
     """Score both sides of each pair, at their last live token, in one forward pass over 2B rows."""
     width = max(pairs.chosen_ids.shape[1], pairs.rejected_ids.shape[1])
     scores = score(
@@ -35,6 +39,7 @@ def pair_scores(model: ScalarHeadModel, pairs: PreferencePairs) -> tuple[Float[T
         torch.cat([pairs.prompt_mask, pairs.prompt_mask]),
         torch.cat([_widen(pairs.chosen_ids, width), _widen(pairs.rejected_ids, width)]),
         torch.cat([_widen(pairs.chosen_mask, width), _widen(pairs.rejected_mask, width)]),
+        scorer=scorer,
     )
     chosen, rejected = scores.chunk(2)
     return chosen, rejected
@@ -46,13 +51,15 @@ def score(
     prompt_mask: Bool[Tensor, "B P"],
     completion_ids: Int[Tensor, "B T"],
     completion_mask: Bool[Tensor, "B T"],
-) -> Float[Tensor, " B"]:
+    *,
+    scorer: SequenceScorer = sequence_scores,
+) -> Float[Tensor, "B ..."]:
     """Score each row, with gradient, on the model's device; columns in which no row is live are not computed."""
     prompt, completion = (
         drop_padding_columns(prompt_ids, prompt_mask),
         drop_padding_columns(completion_ids, completion_mask),
     )
-    return sequence_scores(model, *to_device([*prompt, *completion], model.head.weight.device))
+    return scorer(model, *to_device([*prompt, *completion], model.head.weight.device))
 
 
 @torch.no_grad()
@@ -65,7 +72,8 @@ def score_rows(
     *,
     micro_batch_size: int,
     dtype: str,
-) -> Float[Tensor, " B"]:
+    scorer: SequenceScorer = sequence_scores,
+) -> Float[Tensor, "B ..."]:
     """Score many rows without gradient and return the scores in their order, on the CPU.
 
     Rows of similar length share a forward pass, so that little of it is padding. The model is restored to its mode
@@ -80,7 +88,7 @@ def score_rows(
     rows = (prompt_ids, prompt_mask, completion_ids, completion_mask)
     with autocast(dtype, device):
         for part in torch.split(order, micro_batch_size):
-            parts.append(score(model, *(tensor[part] for tensor in rows)))
+            parts.append(score(model, *(tensor[part] for tensor in rows), scorer=scorer))
     model.train(was_training)
     in_order = torch.cat(parts).cpu()
     return torch.empty_like(in_order).index_copy_(0, order, in_order)
@@ -93,7 +101,8 @@ def score_pairs(
     *,
     micro_batch_size: int,
     dtype: str,
-) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+    scorer: SequenceScorer = sequence_scores,
+) -> tuple[Float[Tensor, "B ..."], Float[Tensor, "B ..."]]:
     """Score both sides of the pairs at `indices` without gradient and return the scores on the CPU."""
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
     for start in range(0, len(indices), CHUNK):
@@ -102,7 +111,9 @@ def score_pairs(
         for scores, completion in zip(
             sides, ((part.chosen_ids, part.chosen_mask), (part.rejected_ids, part.rejected_mask)), strict=True
         ):
-            scores.append(score_rows(model, *prompt, *completion, micro_batch_size=micro_batch_size, dtype=dtype))
+            scores.append(
+                score_rows(model, *prompt, *completion, micro_batch_size=micro_batch_size, dtype=dtype, scorer=scorer)
+            )
     return torch.cat(sides[0]), torch.cat(sides[1])
 
 

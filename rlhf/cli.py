@@ -9,8 +9,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -18,6 +19,13 @@ from rich.text import Text
 from rlhf.errors import UserError, did_you_mean, install_hint
 from rlhf.process import silence_libraries
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from rlhf.config.sections import RewardModelConfig, TrainConfig
+
+C = TypeVar("C", bound="TrainConfig | RewardModelConfig")
+Options = TypeVar("Options", bound="DataclassInstance")
 OTHERS_WAIT_S = 3.0  # a rank other than 0 waits this long before it prints an error
 SILENT_WAIT_S = 60.0  # a rank that prints nothing waits this long before it exits: then the launcher ends all ranks
 EPILOG = """\
@@ -332,30 +340,14 @@ def _parser() -> argparse.ArgumentParser:
     what = "score right and worthless answers, to find what a policy would exploit"
     _add_reward_check(verb("reward-check", what, "reward"))
     serve = verb("serve-reward", "serve a trained reward model over HTTP, for reward.source.type=remote", "run")
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
-    )
-    serve.add_argument(
-        "--port", type=int, default=8000, help="port to listen on; 0 takes any that is free (default: 8000)"
-    )
-    serve.add_argument(
-        "--token-env", metavar="VAR", help="environment variable that holds the token which clients must send"
-    )
+    _add_address(serve, port=8000, clients="clients")
     serve.add_argument("--max-request-bytes", type=int, default=16 * 2**20, help="refuse larger requests")
     serve.add_argument("--max-batch", type=int, default=64, help="completions to score in one batch (default: 64)")
     _add_label(
         verb("label", "write preference pairs or rankings from completions and a judge", "completions"), overrides
     )
     policy = verb("serve-policy", "sample for a trainer in another process, for sampling.backend=server", "run")
-    policy.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
-    )
-    policy.add_argument(
-        "--port", type=int, default=8001, help="port to listen on; 0 takes any that is free (default: 8001)"
-    )
-    policy.add_argument(
-        "--token-env", metavar="VAR", help="environment variable that holds the token which the trainer must send"
-    )
+    _add_address(policy, port=8001, clients="the trainer")
     policy.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float64"),
@@ -381,6 +373,19 @@ def _parser() -> argparse.ArgumentParser:
     quickstart.add_argument("--seed", type=int, default=0, help="seed of every stage (default: 0)")
     quickstart.add_argument("--out", default="runs/quickstart", help="folder for the runs (default: runs/quickstart)")
     return parser
+
+
+def _add_address(server: argparse.ArgumentParser, *, port: int, clients: str) -> None:
+    """Add the arguments that say where a server listens, and what its clients send."""
+    server.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
+    server.add_argument(
+        "--port", type=int, default=port, help=f"port to listen on; 0 takes any that is free (default: {port})"
+    )
+    server.add_argument(
+        "--token-env", metavar="VAR", help=f"environment variable that holds the token which {clients} must send"
+    )
 
 
 def _add_plan(plan: argparse.ArgumentParser, overrides: dict[str, Any]) -> None:
@@ -463,42 +468,44 @@ def _add_launch(launch: argparse.ArgumentParser, overrides: dict[str, Any]) -> N
 
 def _train(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_train
-    from rlhf.data.paths import check_files, check_targets
-    from rlhf.guard.lint import check_settings
-    from rlhf.lab.build import resolve_lab_paths
-    from rlhf.tracking.same_run import already_complete, check_same_run, finished_step
 
-    config = resolve_lab_paths(load_train(parsed.target, parsed.overrides))
-    if (step := finished_step(config, check_same_run(config))) is not None:
-        console.print(Text(already_complete(Path(config.run.out_dir), step)), soft_wrap=True)
-        return
-    check_files(config)
-    check_targets(config)
-    check_settings(config)
+    config = _checked(load_train(parsed.target, parsed.overrides), console)
+    if config is not None:
+        from rlhf.api.training import run_train
 
-    from rlhf.api.training import run_train
-
-    run_train(config, console)
+        run_train(config, console)
 
 
 def _reward(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.config.load import load_reward_model
+
+    config = _checked(load_reward_model(parsed.target, parsed.overrides), console)
+    if config is not None:
+        from rlhf.api.training import run_reward_model
+
+        run_reward_model(config, console)
+
+
+def _checked(config: C, console: Console) -> C | None:
+    """Check the folder, files and settings of a run; print that it is complete, and return None, if it is."""
     from rlhf.data.paths import check_files, check_targets
     from rlhf.guard.lint import check_settings
     from rlhf.lab.build import resolve_lab_paths
     from rlhf.tracking.same_run import already_complete, check_same_run, finished_step
 
-    config = resolve_lab_paths(load_reward_model(parsed.target, parsed.overrides))
+    config = resolve_lab_paths(config)
     if (step := finished_step(config, check_same_run(config))) is not None:
         console.print(Text(already_complete(Path(config.run.out_dir), step)), soft_wrap=True)
-        return
+        return None
     check_files(config)
     check_targets(config)
     check_settings(config)
+    return config
 
-    from rlhf.api.training import run_reward_model
 
-    run_reward_model(config, console)
+def _options(kind: type[Options], parsed: argparse.Namespace) -> Options:
+    """Return the options of a verb, whose arguments have the names of the fields."""
+    return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind)})
 
 
 def _compare(parsed: argparse.Namespace, console: Console) -> int:
@@ -565,7 +572,7 @@ def _plan(parsed: argparse.Namespace, console: Console) -> int:
     from rlhf.commands.plan import run_plan
     from rlhf.planning.options import PlanOptions
 
-    options = PlanOptions(**{field: getattr(parsed, field) for field in PlanOptions.__dataclass_fields__})
+    options = _options(PlanOptions, parsed)
     if parsed.probe:
         from rlhf.commands.probe import run_probe
 
@@ -586,9 +593,8 @@ def _launch(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.commands.launch import LaunchOptions, launch_script
 
     del console  # the script goes to standard output as it is
-    options = {field: getattr(parsed, field) for field in LaunchOptions.__dataclass_fields__}
-    options["sbatch"] = tuple(parsed.sbatch)
-    print(launch_script(parsed.target, parsed.overrides, LaunchOptions(**options)), end="")  # noqa: T201
+    parsed.sbatch = tuple(parsed.sbatch)
+    print(launch_script(parsed.target, parsed.overrides, _options(LaunchOptions, parsed)), end="")  # noqa: T201
 
 
 def _eval(parsed: argparse.Namespace, console: Console) -> None:
@@ -619,15 +625,15 @@ def _eval(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _report(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.api.comparing import is_comparison, rebuild_comparison
-    from rlhf.commands.report import run_overlay, run_report, watch_report
+    from rlhf.api.comparing import is_comparison
+    from rlhf.commands.report import run_comparison_report, run_overlay, run_report, watch_report
 
     if parsed.others:
         run_overlay([parsed.target, *parsed.others], parsed.out or Path("overlay.html"), console)
     elif parsed.watch:
         watch_report(parsed.target, console)
     elif is_comparison(parsed.target):
-        rebuild_comparison(parsed.target, console)
+        run_comparison_report(parsed.target, console)
     else:
         run_report(parsed.target, console)
 
@@ -665,8 +671,7 @@ def _chat(parsed: argparse.Namespace, console: Console) -> None:
 
         run_episodes(target, parsed.episodes, seed=parsed.seed or 0, greedy=parsed.greedy, console=console)
         return
-    names = ("system", "temperature", "top_p", "max_tokens", "seed", "greedy")
-    options = ChatOptions(**{name: getattr(parsed, name) for name in names})
+    options = _options(ChatOptions, parsed)
     sampling = check_chat(target, options)
 
     from rlhf.commands.sample import run_chat
@@ -679,8 +684,7 @@ def _sample(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.data.paths import resolve_best
 
     target = resolve_best(parsed.target)
-    names = ("count", "seed", "greedy", "top_p", "raw")
-    options = SampleOptions(**{name: getattr(parsed, name) for name in names})
+    options = _options(SampleOptions, parsed)
     settings = {"max_new_tokens": parsed.max_new_tokens, "temperature": parsed.temperature}
     sampling = check_sampling(target, parsed.prompt, options, **settings)
 
@@ -711,29 +715,13 @@ def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
         if error.name not in ("fastapi", "starlette", "uvicorn"):
             raise
         raise UserError(f"rlhf serve-reward needs FastAPI and uvicorn: {install_hint('serve')}") from error
-    options = ServiceOptions(
-        host=parsed.host,
-        port=parsed.port,
-        token_env=parsed.token_env,
-        max_request_bytes=parsed.max_request_bytes,
-        max_batch=parsed.max_batch,
-    )
-    serve_reward(parsed.target, options, os.environ, console)
+    serve_reward(parsed.target, _options(ServiceOptions, parsed), os.environ, console)
 
 
 def _serve_policy(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.commands.serve_policy import PolicyOptions, serve_policy
 
-    options = PolicyOptions(
-        host=parsed.host,
-        port=parsed.port,
-        token_env=parsed.token_env,
-        dtype=parsed.dtype,
-        weights=parsed.weights,
-        device=parsed.device,
-        threads=parsed.threads,
-    )
-    serve_policy(parsed.target, options, os.environ, console)
+    serve_policy(parsed.target, _options(PolicyOptions, parsed), os.environ, console)
 
 
 def _quickstart(parsed: argparse.Namespace, console: Console) -> None:

@@ -93,6 +93,12 @@ def check_target(target: str, *, what: str, error: type[UserError]) -> None:
         raise error(f"{what} target {target!r}: {location} has no {name!r}{did_you_mean(name, sorted(defined))}")
 
 
+def files_of(target: str) -> dict[str, Path]:
+    """Return the file of path/to/file.py:function under the setting's name, `target`; nothing for other targets."""
+    file = Path(target.rpartition(":")[0])
+    return {"target": file} if file.suffix == ".py" and file.is_file() else {}
+
+
 def _names_of(tree: ast.Module) -> set[str] | None:
     """Return the names that the file binds at any place; None if only running it tells (`import *`, `globals()`)."""
     names: set[str] = set()

@@ -42,13 +42,23 @@ SCALARS = (int, float, str, bool)
 
 def keywords() -> str:
     """Return the text of the module."""
-    classes: dict[str, str] = {}
-    for name, (call, configs) in CALLS.items():
-        fields = _fields(configs, classes)
-        fields |= {short: kind for short, key in SHORTHANDS.items() if (kind := _shorthand(key, configs))}
-        taken = inspect.signature(call).parameters
-        classes[name] = _typed_dict(name, {key: kind for key, kind in fields.items() if key not in taken})
-    return "\n\n".join([HEAD, *classes.values()])
+    sections: dict[str, str] = {}
+    calls = {name: _keywords(call, configs, sections) for name, (call, configs) in CALLS.items()}
+    first, *others = calls.values()
+    shared = {key: kind for key, kind in first.items() if all(fields.get(key) == kind for fields in others)}
+    texts = [
+        _typed_dict(name, {key: kind for key, kind in fields.items() if key not in shared}, base="SharedKeywords")
+        for name, fields in calls.items()
+    ]
+    return "\n\n".join([HEAD, *sections.values(), _typed_dict("SharedKeywords", shared), *texts])
+
+
+def _keywords(call: Any, configs: tuple[type[BaseModel], ...], sections: dict[str, str]) -> dict[str, str]:
+    """Return the type of every setting that a call takes beside its arguments."""
+    fields = _fields(configs, sections)
+    fields |= {short: kind for short, key in SHORTHANDS.items() if (kind := _shorthand(key, configs))}
+    taken = inspect.signature(call).parameters
+    return {key: kind for key, kind in fields.items() if key not in taken}
 
 
 def _fields(models: tuple[type[BaseModel], ...], classes: dict[str, str]) -> dict[str, str]:
@@ -104,9 +114,9 @@ def _shorthand(key: str, configs: tuple[type[BaseModel], ...]) -> str | None:
     return None
 
 
-def _typed_dict(name: str, fields: Mapping[str, str]) -> str:
+def _typed_dict(name: str, fields: Mapping[str, str], *, base: str = "TypedDict") -> str:
     what = "Settings of a call, all optional." if name.endswith("Keywords") else "Keys of a section, all optional."
-    lines = [f"class {name}(TypedDict, total=False):", f'    """{what}"""', ""]
+    lines = [f"class {name}({base}, total=False):", f'    """{what}"""', ""]
     lines += [f"    {key}: {kind.replace('NoneType', 'None')}" for key, kind in fields.items()]
     return "\n".join(lines) + "\n"
 

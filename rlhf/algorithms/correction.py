@@ -101,6 +101,16 @@ class CappedCorrection(Correction):
         """Compute the ratios pi_old / sampler; 1 outside the mask."""
         raise NotImplementedError
 
+    def limit(self, ratios: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """Compute the weights from the ratios."""
+        raise NotImplementedError
+
+    def weigh(
+        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    ) -> Float[Tensor, "B T"]:
+        """Compute the limited ratios."""
+        return self.limit(self.ratios(logprobs, sampler_logprobs, mask))
+
     def is_capped(
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Bool[Tensor, "B T"]:
@@ -137,13 +147,11 @@ class TokenTruncate(TokenCorrection):
 
     type: Literal["token_truncate"] = "token_truncate"
 
-    def weigh(
-        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-    ) -> Float[Tensor, "B T"]:
+    def limit(self, ratios: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """Compute min(ratio, cap)."""
         from rlhf.algo.correction import truncated
 
-        return truncated(self.ratios(logprobs, sampler_logprobs, mask), self.cap)
+        return truncated(ratios, self.cap)
 
 
 class TokenMask(TokenCorrection):
@@ -151,13 +159,11 @@ class TokenMask(TokenCorrection):
 
     type: Literal["token_mask"] = "token_mask"
 
-    def weigh(
-        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-    ) -> Float[Tensor, "B T"]:
+    def limit(self, ratios: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """Compute the ratio, 0 above the cap."""
         from rlhf.algo.correction import masked_above
 
-        return masked_above(self.ratios(logprobs, sampler_logprobs, mask), self.cap)
+        return masked_above(ratios, self.cap)
 
 
 class SequenceTruncate(SequenceCorrection):
@@ -165,13 +171,11 @@ class SequenceTruncate(SequenceCorrection):
 
     type: Literal["sequence_truncate"] = "sequence_truncate"
 
-    def weigh(
-        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-    ) -> Float[Tensor, "B T"]:
+    def limit(self, ratios: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """Compute min(product of the ratios, cap)."""
         from rlhf.algo.correction import truncated
 
-        return truncated(self.ratios(logprobs, sampler_logprobs, mask), self.cap)
+        return truncated(ratios, self.cap)
 
 
 class SequenceMask(SequenceCorrection):
@@ -179,10 +183,8 @@ class SequenceMask(SequenceCorrection):
 
     type: Literal["sequence_mask"] = "sequence_mask"
 
-    def weigh(
-        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-    ) -> Float[Tensor, "B T"]:
+    def limit(self, ratios: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """Compute the product of the ratios, 0 above the cap."""
         from rlhf.algo.correction import masked_above
 
-        return masked_above(self.ratios(logprobs, sampler_logprobs, mask), self.cap)
+        return masked_above(ratios, self.cap)

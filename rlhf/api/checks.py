@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.comparison.plan import Plan
 from rlhf.config.compare import START_FOLDER
-from rlhf.config.files import Tree, merge, parse_overrides
+from rlhf.config.files import Tree, branch_at, merge, parse_overrides
 from rlhf.config.load import load_chat_format, read_yaml, train_config, validate
 from rlhf.config.sections import OfflineConfig, SamplingConfig, TrainConfig
 from rlhf.data.paths import DATA_PREFIXES, Lookups, check_files, check_out_dir, is_missing, missing, missing_model
@@ -164,21 +164,27 @@ def suite_settings(
     given.pop("plugins", None)
     suite, task = find_suite(name)
     tree = _settings_of_run(config, suite) if config is not None else {}
-    data = data or suite.default_data
-    options = {suite.data_key: data, suite.limit_key: limit, "reference": None if against == START else against}
-    for key, value in options.items():
-        if value is None:
-            continue
-        if key.partition(".")[0] not in suite.model_fields:
-            raise ConfigError(f"--against: the suite {name} compares with no other model")
-        tree = merge(tree, _nested(key, value))
-    tree = merge(tree, given)
+    reference = None if against == START else against
+    options = {suite.data_key: data or suite.default_data, suite.limit_key: limit, "reference": reference}
+    tree = merge(merge(tree, _options_of(suite, name, options)), given)
     dataset = suite.model_fields.get("dataset")
     if dataset is not None and dataset.is_required() and not _has_path(tree.get("dataset")):
         raise ConfigError(f"the suite {name} needs data: --data PATH, {suite.data}")
     settings = validate(suite, tree)
     check_suite_files(settings)
     return resolve_lab_paths(settings), task
+
+
+def _options_of(suite: type[Suite], name: str, options: Mapping[str, object]) -> Tree:
+    """Return the settings that options of the command line give, by key; those of None are left out."""
+    tree: Tree = {}
+    for key, value in options.items():
+        if value is None:
+            continue
+        if key.partition(".")[0] not in suite.model_fields:
+            raise ConfigError(f"--against: the suite {name} compares with no other model")
+        tree = merge(tree, branch_at(key, value))
+    return tree
 
 
 def check_arm_files(plan: Plan, lookups: Lookups | None = None, *checks: Callable[[TrainConfig], None]) -> None:
@@ -276,12 +282,6 @@ def _settings_of_run(config: TrainConfig, kind: type[Suite]) -> Tree:
     }
     given = {key: value for key, value in settings.items() if key in kind.model_fields and value is not None}
     return kind.settings_of(config) | given
-
-
-def _nested(key: str, value: object) -> Tree:
-    """Turn a dotted key into nested dictionaries."""
-    first, dot, rest = key.partition(".")
-    return {first: _nested(rest, value) if dot else value}
 
 
 def _has_path(tree: object) -> bool:

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from rlhf.api.checks import check_arm_files
@@ -19,11 +17,11 @@ from rlhf.comparison.aggregate import read_cells, summarize, write_results
 from rlhf.comparison.page import comparison_charts, write_compare_page
 from rlhf.comparison.pairs import judge_pairs
 from rlhf.comparison.plan import Cell, Plan, check_owner, locate_base, make_plan, read_plan, trained_arms
-from rlhf.comparison.results import ArmResult, ComparisonResults, FrontierPoint
+from rlhf.comparison.results import ComparisonResults, FrontierPoint
 from rlhf.comparison.scheduler import CellProcess, StartCell, run_cells
-from rlhf.comparison.summary import format_gain, ranking, suite_tables, verdict
+from rlhf.comparison.terminal import print_results
 from rlhf.comparison.tuning.plan import tuned_config
-from rlhf.comparison.tuning.run import Chosen, run_tuning, tuning_notes, tuning_table
+from rlhf.comparison.tuning.run import Chosen, run_tuning
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
 from rlhf.config.files import COMPARE_CONFIG, format_yaml
 from rlhf.config.load import compare_config, dump, read_yaml
@@ -32,10 +30,8 @@ from rlhf.errors import ConfigError, UserError, how_to_continue
 from rlhf.factory.functions import check_functions
 from rlhf.guard.lint import lint
 from rlhf.models.folders import MODEL
-from rlhf.report.charts import Table as SuiteTable
 from rlhf.report.terminal import print_violations
 from rlhf.runtime.distributed import world_size_from_env
-from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import write_atomically
 
 EXACT_FRONTIER = "exact_frontier.json"
@@ -75,20 +71,25 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
     settings = {**dump(config), "base": str(locate_base(config, beside))}
     write_atomically(plan.folder / COMPARE_CONFIG, format_yaml(settings))
     start = start or partial(CellProcess, jobs=config.jobs, processes=config.processes)
-    complete = True
-    if config.tune is not None:
-        chosen = _tune(plan, start, console)
-        complete = chosen is not None
-        plan = make_plan(tuned_config(config, chosen or {}), beside=beside, trials=False)
-    complete = complete and run_cells(plan, start, console)
+    plan, complete = _run_arms(plan, beside, start, console)
     if not complete:
         console.print(f"stopped; {how_to_continue()} from here")
     try:
         if complete:
             judge_pairs(plan)
     finally:  # what was trained is reported, also if the judge of pairs does not answer
-        _report(plan, console)
+        if (written := _write_results(plan)) is not None:
+            print_results(*written, console)
     return complete
+
+
+def _run_arms(plan: Plan, beside: Path, start: StartCell, console: Console) -> tuple[Plan, bool]:
+    """Run the arms, tuned first if the comparison does; return the plan of what ran, and False if it was stopped."""
+    if plan.config.tune is None:
+        return plan, run_cells(plan, start, console)
+    chosen = _tune(plan, start, console)
+    tuned = make_plan(tuned_config(plan.config, chosen or {}), beside=beside, trials=False)
+    return tuned, chosen is not None and run_cells(tuned, start, console)
 
 
 def failed_arms(folder: str) -> list[str]:
@@ -130,14 +131,31 @@ def is_comparison(path: str) -> bool:
     return (Path(path) / COMPARE_CONFIG).is_file()
 
 
-def rebuild_comparison(path: str, console: Console) -> None:
+def rebuild_comparison(path: str) -> tuple[ComparisonResults, Path]:
     """Rebuild results.json, results.parquet and report.html from the folder of a comparison.
+
+    Returns:
+        The results, and the path of report.html.
 
     Raises:
         UserError: its start model is not judged yet.
     """
     folder = Path(path)
-    _report(read_plan(compare_config(read_yaml(folder / COMPARE_CONFIG)), folder), console, required=True)
+    plan = read_plan(compare_config(read_yaml(folder / COMPARE_CONFIG)), folder)
+    written = _write_results(plan)
+    if written is None:
+        raise UserError(f"{plan.folder}: the start model is not judged yet, so there is nothing to report")
+    return written
+
+
+def _write_results(plan: Plan) -> tuple[ComparisonResults, Path] | None:
+    """Write the results and the page; return both, or None without a judged start model."""
+    cells = read_cells(plan)
+    if all(result.judged is None for result in cells if result.cell.arm == START_FOLDER):
+        return None
+    results = replace(summarize(plan, cells), exact_frontier=exact_frontier_of(plan.folder))
+    write_results(plan, results, cells)
+    return results, write_compare_page(plan, results, comparison_charts(results), cells)
 
 
 def _prepare_lab(lab: LabConfig, console: Console) -> bool:
@@ -169,66 +187,3 @@ def exact_frontier_of(folder: Path) -> tuple[FrontierPoint, ...] | None:
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f'{path} should be a list of points like {{"kl": 1.5, "score": 2.0}}: {error!r}') from error
     return tuple(sorted(points, key=lambda point: point.kl))
-
-
-def _print_tuning(results: ComparisonResults, console: Console) -> None:
-    """Print what tuning changed, without its costs, which the page has."""
-    tuning = tuning_table(results)
-    if tuning is None:
-        return
-    shown = [number for number, column in enumerate(tuning.columns) if not column.endswith("for tuning")]
-    table = Table(box=None, pad_edge=False)
-    for number in shown:
-        table.add_column(tuning.columns[number] or "tuning", overflow="fold")
-    for row in tuning.rows:
-        table.add_row(*("" if row[number] is None else str(row[number]) for number in shown))
-    console.print(table)
-    for note in tuning_notes(results):
-        console.print(Text(printable(note)), soft_wrap=True)
-
-
-def _print_suite(suite: SuiteTable, console: Console) -> None:
-    """Print the arm, the first two figures and the gain of each row; the page shows the rest."""
-    table = Table(suite.title, *_shown_columns(suite.columns), box=None, pad_edge=False)
-    for row in suite.rows:
-        table.add_row(str(row[0]), *map(str, _shown_columns(row)))
-    console.print(table)
-
-
-def _shown_columns(row: Sequence[object]) -> list[Any]:
-    return [*row[1:3], row[-1]]
-
-
-def _report(plan: Plan, console: Console, *, required: bool = False) -> None:
-    """Write and print the results; without a judged start model do nothing, or raise if `required`."""
-    cells = read_cells(plan)
-    if all(result.judged is None for result in cells if result.cell.arm == START_FOLDER):
-        if required:
-            raise UserError(f"{plan.folder}: the start model is not judged yet, so there is nothing to report")
-        return
-    results = replace(summarize(plan, cells), exact_frontier=exact_frontier_of(plan.folder))
-    write_results(plan, results, cells)
-    report = write_compare_page(plan, results, comparison_charts(results), cells)
-    table = Table("arm", "judge's score", "gain over start", "KL, nats", "status", box=None, pad_edge=False)
-    ranked = ranking(results)
-    for name in [*ranked, *(name for name in results.arms if name not in ranked)]:
-        table.add_row(name, *_row(results.arms[name]))
-    console.print(table)
-    _print_tuning(results, console)
-    for suite in suite_tables(results):
-        _print_suite(suite, console)
-    console.print(Text(printable(verdict(results))))
-    console.print(Text(f"report  {report}"), soft_wrap=True)
-
-
-def _row(arm: ArmResult) -> list[str]:
-    """Format an arm for the terminal: score, gain, KL and status."""
-    if arm.final is None:
-        return ["", "", "", arm.status]
-    measures, bound = arm.final.measures, "≤ " if arm.kl_is_bound else ""
-    return [
-        "" if measures.score is None else f"{measures.score:.2f}",
-        "" if measures.score is None else format_gain(arm.final.gain),
-        "" if measures.kl is None else f"{bound}{measures.kl:.2f}",
-        arm.status,
-    ]

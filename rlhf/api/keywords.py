@@ -284,68 +284,6 @@ class OfflineKeys(TypedDict, total=False):
     loss: Any
 
 
-class TrainKeywords(TypedDict, total=False):
-    """Settings of a call, all optional."""
-
-    run: RunKeys
-    data: Mapping[str, Any]
-    policy: PolicyKeys
-    reference: ReferenceKeys
-    teacher: Any
-    critic: CriticKeys
-    sampling: SamplingKeys
-    overlap: OverlapKeys
-    offload: OffloadKeys
-    batch: BatchKeys
-    sharding: ShardingKeys
-    schedule: ScheduleKeys
-    checkpoint: CheckpointKeys
-    logging: LoggingKeys
-    cost: CostKeys
-    eval: EvalKeys
-    guard: GuardKeys
-    plugins: Any
-    lr: float
-    learning_rate: float
-    steps: int | None
-    epochs: float | None
-    seed: int
-    temperature: float
-    max_new_tokens: int
-
-
-class SftKeywords(TypedDict, total=False):
-    """Settings of a call, all optional."""
-
-    run: RunKeys
-    policy: PolicyKeys
-    reference: ReferenceKeys
-    teacher: Any
-    critic: CriticKeys
-    reward: Any
-    environment: Any
-    sampling: SamplingKeys
-    algorithm: OfflineKeys
-    overlap: OverlapKeys
-    offload: OffloadKeys
-    batch: BatchKeys
-    sharding: ShardingKeys
-    schedule: ScheduleKeys
-    checkpoint: CheckpointKeys
-    logging: LoggingKeys
-    cost: CostKeys
-    eval: EvalKeys
-    guard: GuardKeys
-    plugins: Any
-    lr: float
-    learning_rate: float
-    steps: int | None
-    epochs: float | None
-    seed: int
-    temperature: float
-    max_new_tokens: int
-
-
 class PreferencesKeys(TypedDict, total=False):
     """Keys of a section, all optional."""
 
@@ -401,15 +339,10 @@ class CalibrationKeys(TypedDict, total=False):
     limit: int
 
 
-class RewardModelKeywords(TypedDict, total=False):
+class SharedKeywords(TypedDict, total=False):
     """Settings of a call, all optional."""
 
     run: RunKeys
-    data: RewardModelDataKeys
-    loss: RewardModelLossKeys
-    process: Any
-    ensemble: EnsembleKeys
-    calibration: CalibrationKeys
     batch: BatchKeys
     sharding: ShardingKeys
     schedule: ScheduleKeys
@@ -426,10 +359,51 @@ class RewardModelKeywords(TypedDict, total=False):
     seed: int
 
 
-class CompareKeywords(TypedDict, total=False):
+class TrainKeywords(SharedKeywords, total=False):
     """Settings of a call, all optional."""
 
-    run: RunKeys
+    data: Mapping[str, Any]
+    policy: PolicyKeys
+    reference: ReferenceKeys
+    teacher: Any
+    critic: CriticKeys
+    sampling: SamplingKeys
+    overlap: OverlapKeys
+    offload: OffloadKeys
+    temperature: float
+    max_new_tokens: int
+
+
+class SftKeywords(SharedKeywords, total=False):
+    """Settings of a call, all optional."""
+
+    policy: PolicyKeys
+    reference: ReferenceKeys
+    teacher: Any
+    critic: CriticKeys
+    reward: Any
+    environment: Any
+    sampling: SamplingKeys
+    algorithm: OfflineKeys
+    overlap: OverlapKeys
+    offload: OffloadKeys
+    temperature: float
+    max_new_tokens: int
+
+
+class RewardModelKeywords(SharedKeywords, total=False):
+    """Settings of a call, all optional."""
+
+    data: RewardModelDataKeys
+    loss: RewardModelLossKeys
+    process: Any
+    ensemble: EnsembleKeys
+    calibration: CalibrationKeys
+
+
+class CompareKeywords(SharedKeywords, total=False):
+    """Settings of a call, all optional."""
+
     data: Mapping[str, Any]
     policy: PolicyKeys
     reference: ReferenceKeys
@@ -440,19 +414,5 @@ class CompareKeywords(TypedDict, total=False):
     algorithm: Mapping[str, Any]
     overlap: OverlapKeys
     offload: OffloadKeys
-    batch: BatchKeys
-    sharding: ShardingKeys
-    schedule: ScheduleKeys
-    checkpoint: CheckpointKeys
-    logging: LoggingKeys
-    cost: CostKeys
-    eval: EvalKeys
-    guard: GuardKeys
-    plugins: Any
-    lr: float
-    learning_rate: float
-    steps: int | None
-    epochs: float | None
-    seed: int
     temperature: float
     max_new_tokens: int

@@ -8,10 +8,9 @@ from rich.text import Text
 from rlhf.commands.notices import warn_of_rounding
 from rlhf.config.load import load_run
 from rlhf.config.sections import RewardModelConfig
-from rlhf.data.prompts import load_prompts
 from rlhf.errors import ConfigError, UserError
+from rlhf.factory.data import load_prompts_of_run
 from rlhf.factory.sampler import Completer
-from rlhf.models.backbone import context_length
 from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.progress import printable
 from rlhf.training.rollout import transcript
@@ -43,13 +42,8 @@ def run_episodes(path: str, count: int, *, seed: int, greedy: bool, console: Con
         raise ConfigError(f"{path} has no prompts to begin episodes with: set data.eval_prompts.path")
     warn_of_rounding(path)
     completer = Completer(path, config.sampling, chat=config.data.chat_format)
-    prompts = load_prompts(
-        rows.model_copy(update={"limit": count}),
-        completer.tokenizer,
-        chat_template=config.data.chat_format,
-        context=context_length(completer.model),
-        max_new_tokens=config.sampling.max_new_tokens,
-    )
+    first = rows.model_copy(update={"limit": count})
+    prompts = load_prompts_of_run(first, config, completer.tokenizer, completer.model)
     sampler = completer.player(config.environment, config.plugins)
     played = sampler.sample(prompts.all(), key=derive_seed(seed, "episodes"), group_size=1, greedy=greedy)
     for row in range(len(played)):

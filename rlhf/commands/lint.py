@@ -16,7 +16,7 @@ from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.errors import ConfigError
 from rlhf.guard.lint import all_rules, how_to_allow, lint
 from rlhf.guard.rule import RunConfiguration, Violation, read_facts
-from rlhf.guard.rules_run import trained
+from rlhf.planning.layout import trained_section
 from rlhf.report.terminal import STYLES
 
 
@@ -31,7 +31,8 @@ def run_lint(path: str | Path, overrides: Sequence[str], console: Console) -> No
     for name, broken in violations.items():
         for violation in broken:
             print_in_full(violation, name, console)
-    for model in sorted({trained(config).model for config in runs.values() if read_facts(config).parameters is None}):
+    unknown = [config for config in runs.values() if read_facts(config).parameters is None]
+    for model in sorted({trained_section(config).model for config in unknown}):
         console.print(f"learning rates were not checked: the size of {model} is not known before it is there")
     rules = [violation.rule for broken in violations.values() for violation in broken]
     errors = [rule.name for rule in rules if rule.level == "error"]

@@ -1,4 +1,4 @@
-"""rlhf report: the page of a run, once or while it trains, and a page of several runs."""
+"""rlhf report: the page of a run, once or while it trains, of a comparison, and of several runs together."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from rlhf.api.comparing import rebuild_comparison
+from rlhf.comparison.terminal import print_results
 from rlhf.errors import UserError
 from rlhf.report.page import write_overlay, write_report
 from rlhf.tracking.run_folder import RunFolder, completed_step
@@ -17,6 +19,11 @@ from rlhf.tracking.run_folder import RunFolder, completed_step
 def run_report(path: str, console: Console) -> None:
     """Rebuild the report page of a run from its folder."""
     console.print(Text(f"report  {write_report(Path(path))}"), soft_wrap=True)
+
+
+def run_comparison_report(path: str, console: Console) -> None:
+    """Rebuild the results and the page of a comparison from its folder."""
+    print_results(*rebuild_comparison(path), console)
 
 
 def run_overlay(paths: Sequence[str], out: Path, console: Console) -> None:

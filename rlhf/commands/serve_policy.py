@@ -18,15 +18,14 @@ from rlhf.models.backbone import load_causal_lm, move_to
 from rlhf.models.folders import model_folder
 from rlhf.runtime.device import choose_device, usable_dtype
 from rlhf.sampling.service import PolicyService, Weights, make_policy_server
+from rlhf.serving.listening import ListenOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyOptions:
+class PolicyOptions(ListenOptions):
     """Address, authentication and arithmetic of the server."""
 
-    host: str = "127.0.0.1"
     port: int = 8001
-    token_env: str | None = None
     dtype: Dtype = "float32"
     weights: Weights = "exact"
     device: str = "auto"
@@ -40,9 +39,7 @@ def serve_policy(path: str, options: PolicyOptions, environment: Mapping[str, st
         ConfigError: an option is invalid, or the address cannot be used.
         ModelError: `path` holds no causal language model.
     """
-    if not 0 <= options.port < 2**16:
-        raise ConfigError("--port must be between 0 and 65535")
-    token = _read_token(options.token_env, environment)
+    token = options.read_token(environment)
     if options.threads is not None:
         if options.threads < 1:
             raise ConfigError("--threads must be at least 1")
@@ -71,12 +68,3 @@ def serve_policy(path: str, options: PolicyOptions, environment: Mapping[str, st
     finally:
         server.server_close()
     console.print("stopped")
-
-
-def _read_token(name: str | None, environment: Mapping[str, str]) -> str | None:
-    if name is None:
-        return None
-    token = environment.get(name, "")
-    if not token or not token.isascii() or not token.isprintable():
-        raise ConfigError(f"--token-env: put a token (printable ASCII) into the environment variable {name}")
-    return token

@@ -34,17 +34,16 @@ from rlhf.comparison.plan import Cell, read_cell
 from rlhf.comparison.results import CurvePoint, SuiteFigure, Suites
 from rlhf.config.compare import START_FOLDER, BestOfNArm, BudgetConfig, CellConfig
 from rlhf.config.load import dump, validate
-from rlhf.data.prompts import load_prompts
 from rlhf.errors import ConfigError, UserError
 from rlhf.evaluation.evaluate import diversity
 from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound, picks
 from rlhf.evaluation.win_rate import Interval, bootstrap_crossed
+from rlhf.factory.data import load_prompts_of_run
 from rlhf.factory.evaluation import evaluate_model, evaluate_suite, load_model_for_suite, write_result
 from rlhf.factory.models import build_tokenizer, make_decode
 from rlhf.factory.rewards import build_source
 from rlhf.factory.run import build_run
 from rlhf.factory.sampler import Completer
-from rlhf.models.backbone import context_length
 from rlhf.models.folders import model_folder
 from rlhf.runtime.distributed import is_main_process, shutdown
 from rlhf.runtime.engine import Engine, make_engine
@@ -203,13 +202,7 @@ def _draw(
     held_out, judge = train.data.eval_prompts, train.eval.source
     if cell.proxy is None or judge is None or held_out is None:
         raise ConfigError("best of n needs a reward to pick by, a judge and held-out prompts: see docs/compare.md")
-    prompts = load_prompts(
-        held_out,
-        completer.tokenizer,
-        chat_template=train.data.chat_format,
-        context=context_length(completer.model),
-        max_new_tokens=train.sampling.max_new_tokens,
-    )
+    prompts = load_prompts_of_run(held_out, train, completer.tokenizer, completer.model)
     key = derive_seed(cell.seed, "best of n")
     batches = prompts.batches(max(1, train.sampling.batch_size // arm.samples))
     sampler = completer.player(train.environment, train.plugins)

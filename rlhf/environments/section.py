@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 
 from rlhf.errors import ConfigError
 from rlhf.section import Facts, Rule, Section, Value
-from rlhf.user_code import OBJECT
+from rlhf.user_code import OBJECT, files_of
 
 Count = Annotated[int, Ge(1)]
 FEWEST_ACTION_TOKENS = 8  # of a turn: fewer hold no sentence and no call of a tool
@@ -85,8 +85,7 @@ class EnvironmentConfig(Section):
     @property
     def code_file(self) -> Path | None:
         """Return the user's file of the class, if the target names one."""
-        file = Path(self.target.rpartition(":")[0])
-        return file if file.suffix == ".py" and file.is_file() else None
+        return files_of(self.target).get("target")
 
     def check(self) -> None:
         """Import the environment, and check how it is made.

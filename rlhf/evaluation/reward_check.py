@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from rlhf.errors import DataError
+from rlhf.rewards.source import quoted
 
 Level = Literal["fail", "warn", "ok"]
 TOLERANCE = 1e-6
@@ -99,7 +100,7 @@ class RewardCheck:
             if probe.problem:
                 lines.append(f"{probe.level}: {probe.name}: {probe.problem}")
                 if probe.example is not None:
-                    prompt, completion = map(_short, probe.example)
+                    prompt, completion = (quoted(text, 100) for text in probe.example)
                     lines += [f"      prompt     {prompt}", f"      completion {completion}"]
         if self.by_length:
             lines += ["", "length in characters      n     mean      std   (right answers, plain and padded)"]
@@ -311,7 +312,3 @@ def _correlation(points: Sequence[tuple[int, float]]) -> float | None:
     cross = math.fsum((x - mean_x) * (y - mean_y) for x, y in points)
     spread = math.fsum((x - mean_x) ** 2 for x, _ in points) * math.fsum((y - mean_y) ** 2 for _, y in points)
     return cross / math.sqrt(spread) if spread > 0 else None
-
-
-def _short(text: str, limit: int = 100) -> str:
-    return repr(text if len(text) <= limit else text[:limit] + "…")

@@ -252,10 +252,7 @@ def open_context(
 ) -> RunContext:
     """Lock the run folder, create the engine, and find the checkpoint to resume from.
 
-    Args:
-        config: the run's configuration.
-        console: where the run prints; None for nowhere.
-        notes: what is to be told at the start, after warnings about the configuration.
+    The `notes` are told at the start, after warnings about the configuration. Without a console nothing is printed.
 
     Raises:
         ConfigError: the run cannot fit into the memory of the device.
@@ -267,15 +264,12 @@ def open_context(
     folder = RunFolder(config.run.out_dir)
     release = _lock_folder(folder.path, ranks)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep, ranks=ranks)
-    notes = [f"warning: {warning}" for warning in [*unread_warnings(config), *check_settings(config)]] + [*notes]
-    if ranks.world > 1 and config.sharding.mode == "none":
-        notes.append(f"{ranks.world} processes and sharding=none: they share the rows of a step, as with sharding=ddp")
+    notes = [*_warnings(config), *notes, *_sharing_notes(config, ranks)]
     try:
         resume, changed, messages = ranks.on_main(lambda: _find_newest(config, folder, checkpoints))
     except UserError:
         release()
         raise
-    notes += messages
     state, positions = TrainState.read(resume) if resume else (TrainState(), {"metrics": 0, "samples": 0})
     recorded, state.inputs = state.inputs, {}
     return RunContext(
@@ -290,8 +284,24 @@ def open_context(
         release=release,
         changed=changed,
         recorded=recorded,
-        notes=notes,
+        notes=[*notes, *messages],
     )
+
+
+def _warnings(config: TrainConfig | RewardModelConfig) -> list[str]:
+    """List the warnings about the configuration.
+
+    Raises:
+        ConfigError: a setting is unsafe, and the configuration does not allow it.
+    """
+    return [f"warning: {warning}" for warning in [*unread_warnings(config), *check_settings(config)]]
+
+
+def _sharing_notes(config: TrainConfig | RewardModelConfig, ranks: Distributed) -> list[str]:
+    """Say that several processes share a step, where the configuration does not ask for it."""
+    if ranks.world == 1 or config.sharding.mode != "none":
+        return []
+    return [f"{ranks.world} processes and sharding=none: they share the rows of a step, as with sharding=ddp"]
 
 
 def _refuse_what_cannot_fit(config: TrainConfig | RewardModelConfig, engine: Engine) -> None:

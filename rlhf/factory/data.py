@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.rescue import Hint
 from rlhf.config.data import ChatFormat, PromptsConfig, SftConfig, TrainableDataConfig
+from rlhf.config.sections import TrainConfig
 from rlhf.data.datasets import BatchStream, Entry, HasPrompt, RowPipeline, RowSet
 from rlhf.data.formats import PromptText
 from rlhf.data.mixture import (
@@ -22,10 +23,11 @@ from rlhf.data.mixture import (
     source_seed,
 )
 from rlhf.data.pairs import DemonstrationSet, demonstration_pipeline, load_demonstrations
-from rlhf.data.prompts import SOURCE, PromptSet, PromptStream, prompt_pipeline
+from rlhf.data.prompts import SOURCE, PromptSet, PromptStream, load_prompts, prompt_pipeline
 from rlhf.data.rows import RowCounts
 from rlhf.errors import DataError
 from rlhf.factory.context import RunContext
+from rlhf.models.backbone import CausalLM, context_length
 from rlhf.runtime.seeding import derive_seed
 from rlhf.training.feed import PTX
 from rlhf.types import Demonstrations
@@ -66,6 +68,19 @@ def build_prompts(
         return replace(rows, references=tuple({**reference, SOURCE: name} for reference, name in named))
 
     return mix(config, context, pipeline, section="prompts", rows_per_step=rows_per_step, collect=collect)
+
+
+def load_prompts_of_run(
+    data: PromptsConfig, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, model: CausalLM
+) -> PromptSet:
+    """Load prompts as a run encodes them: in its chat format, with room for its longest completion in the model."""
+    return load_prompts(
+        data,
+        tokenizer,
+        chat_template=config.data.chat_format,
+        context=context_length(model),
+        max_new_tokens=config.sampling.max_new_tokens,
+    )
 
 
 def build_demonstrations(

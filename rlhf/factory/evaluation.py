@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config.load import dump
 from rlhf.config.sections import TrainConfig
-from rlhf.data.prompts import load_prompts
 from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.evaluate import PolicyEvaluation, evaluate_policy
 from rlhf.evaluation.win_rate import (
@@ -26,11 +25,12 @@ from rlhf.evaluation.win_rate import (
     outcomes,
     win_rate,
 )
+from rlhf.factory.data import load_prompts_of_run
 from rlhf.factory.exported import rounded_inputs, rounded_models
-from rlhf.factory.models import build_tokenizer
+from rlhf.factory.models import build_tokenizer, policy_alone
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import build_sampler
-from rlhf.models.backbone import check_vocabulary, context_length, freeze, load_causal_lm, move_to
+from rlhf.models.backbone import check_vocabulary, freeze, load_causal_lm, move_to
 from rlhf.models.export import weights_fingerprint
 from rlhf.models.folders import model_folder
 from rlhf.models.policy_models import Models
@@ -207,11 +207,7 @@ def evaluate_model(
         raise ConfigError("nothing to evaluate on: set data.eval_prompts.path")
     tokenizer = build_tokenizer(config.policy.model_copy(update={"model": tokenizer_from}))
     models = _load_models(config, path, tokenizer, engine, with_reference=with_reference)
-    chat, longest = config.data.chat_format, config.sampling.max_new_tokens
-    limit = context_length(models.policy)
-    held_out = load_prompts(
-        config.data.eval_prompts, tokenizer, chat_template=chat, context=limit, max_new_tokens=longest
-    )
+    held_out = load_prompts_of_run(config.data.eval_prompts, config, tokenizer, models.policy)
     source = _score_source(config)
     evaluation = evaluate_policy(
         list(held_out.batches(config.sampling.batch_size)),
@@ -234,17 +230,11 @@ def _load_models(
     config: TrainConfig, path: str | None, tokenizer: PreTrainedTokenizerBase, engine: Engine, *, with_reference: bool
 ) -> Models:
     start = model_folder(config.reference.model or config.policy.model)
-    return Models(
-        policy=move_to(_load(config, model_folder(path) if path else start, tokenizer), engine.device),
-        reference=move_to(_load(config, start, tokenizer), engine.device) if with_reference else None,
-        temperature=config.sampling.temperature,
-        dtype=config.policy.dtype,
-        device=engine.device,
-        log_probs=config.policy.log_probs,
-        packing=config.policy.packing,
-        float32_head=config.policy.head_dtype == "float32",
-        engine=engine,
-    )
+    policy = move_to(_load(config, model_folder(path) if path else start, tokenizer), engine.device)
+    models = policy_alone(policy, config.policy, engine, temperature=config.sampling.temperature)
+    if with_reference:
+        models.reference = move_to(_load(config, start, tokenizer), engine.device)
+    return models
 
 
 def _build_cost(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> RewardSource | None:

@@ -7,13 +7,12 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.sections import OfflineConfig, TrainConfig
-from rlhf.data.prompts import load_prompts
 from rlhf.evaluation.during_run import HeldOut, OfflineEvaluation, PromptEvaluator
 from rlhf.factory.context import RunContext
+from rlhf.factory.data import load_prompts_of_run
 from rlhf.factory.models import make_decode
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import build_sampler
-from rlhf.models.backbone import context_length
 from rlhf.models.policy_models import Ema, Models
 from rlhf.rewards.source import RewardSource
 from rlhf.sampling.sampler import Sampler
@@ -66,12 +65,6 @@ def _held_out_prompts(
     """Load the held-out prompts, in batches for the sampler; none if the run has none."""
     if config.data.eval_prompts is None:
         return []
-    held_out = load_prompts(
-        config.data.eval_prompts,
-        tokenizer,
-        chat_template=config.data.chat_format,
-        context=context_length(models.policy),
-        max_new_tokens=config.sampling.max_new_tokens,
-    )
+    held_out = load_prompts_of_run(config.data.eval_prompts, config, tokenizer, models.policy)
     context.rows_read("eval_prompts", held_out.skips)
     return list(held_out.batches(config.sampling.batch_size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,20 @@ def continued_adapter(config: PolicyConfig) -> Path | None:
     return Path(location.name) if location.is_adapter else None
 
 
+def policy_alone(policy: CausalLM, config: PolicyConfig, engine: Engine, *, temperature: float) -> Models:
+    """Return the models of a run that has only a policy so far, computed as the section of the policy says."""
+    return Models(
+        policy=policy,
+        temperature=temperature,
+        dtype=config.dtype,
+        device=engine.device,
+        log_probs=config.log_probs,
+        packing=config.packing,
+        float32_head=config.head_dtype == "float32",
+        engine=engine,
+    )
+
+
 def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> Models:
     """Build all the models of an online run: policy, reference, and critic if the algorithm has one."""
     algorithm, engine = config.algorithm, context.engine
@@ -96,21 +111,14 @@ def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: Pr
     if config.reference.model is not None:
         context.identify_model("reference.model", config.reference.model)
     teacher = build_teacher(config, context, tokenizer, policy)
-    models = Models(
-        policy=policy,
-        temperature=config.sampling.temperature,
-        dtype=config.policy.dtype,
-        device=engine.device,
-        log_probs=config.policy.log_probs,
-        packing=config.policy.packing,
-        float32_head=config.policy.head_dtype == "float32",
+    models = replace(
+        policy_alone(policy, config.policy, engine, temperature=config.sampling.temperature),
         reference=engine.freeze("reference", reference) if reference is not None else None,
         adapter_off_is_reference=config.reference.measure and adapter_off_is_reference(config),
         update_gives_old_logprobs=config.update_gives_old_log_probs,
         entropy_gradient=algorithm.policy_loss.needs_entropy,
         teacher=teacher,
         reference_is_teacher=algorithm.replaces_reference,
-        engine=engine,
     )
     keep_reference_in_bfloat16(models)
     if algorithm.value_loss is not None:

@@ -45,6 +45,7 @@ from rlhf.factory.models import (
     build_tokenizer,
     export,
     keep_reference_in_bfloat16,
+    policy_alone,
     read_export_origin,
 )
 from rlhf.factory.teacher import build_teacher
@@ -307,16 +308,9 @@ def _build_models(
 ) -> tuple[Models, TrainableModel]:
     """Build the policy and the reference, and what trains the policy."""
     engine = context.engine
-    models = Models(
-        policy=build_policy(config.policy, context, tokenizer),
-        temperature=1.0,  # of the loss; evaluation samples its completions at sampling.temperature
-        dtype=config.policy.dtype,
-        device=engine.device,
-        log_probs=config.policy.log_probs,
-        packing=config.policy.packing,
-        float32_head=config.policy.head_dtype == "float32",
-        engine=engine,
-    )
+    policy = build_policy(config.policy, context, tokenizer)
+    # The temperature is of the loss; evaluation samples its completions at sampling.temperature.
+    models = policy_alone(policy, config.policy, engine, temperature=1.0)
     fast_ways = None if engine.splits_weights else models.fast_ways()
     attach_reference(config, context, tokenizer, models)
     models.teacher = build_teacher(config, context, tokenizer, models.policy)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.lagrange import Lagrange
+from rlhf.algorithms.online import Online
 from rlhf.batching import extend
 from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.data.mixture import Stream
@@ -56,7 +57,7 @@ from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER, OnlineRun
 from rlhf.training.overlap import CompletionPrefetcher
 from rlhf.training.prompt_queue import PromptQueue
 from rlhf.training.searched import SearchedModel
-from rlhf.training.session import Session, TrainState
+from rlhf.training.session import Recorder, Session, TrainState
 from rlhf.types import Completions, Demonstrations, Prompts
 
 
@@ -71,17 +72,10 @@ def build_prefetcher(
     last_step: int,
     servers: ServerPool | None = None,
 ) -> CompletionPrefetcher:
-    """Build the sampler that works some steps ahead of the update (overlap.ahead_steps).
+    """Build the sampler that works some steps ahead of the update (overlap.ahead_steps), with a copy of the policy.
 
-    Args:
-        config: the configuration of the run.
-        context: the run's context; its engine must be a single process without DeepSpeed.
-        models: the models; the policy is copied.
-        tokenizer: the policy's tokenizer.
-        prompts: the prompts of each step.
-        saved: the completions that the checkpoint holds, None for a new run.
-        last_step: the last step of the run, after which nothing is sampled.
-        servers: those that sample; None: this process does.
+    `saved` are the completions that the checkpoint holds, None for a new run; after `last_step` nothing is sampled.
+    Without `servers` this process samples.
 
     Raises:
         ConfigError: the run has several processes, uses DeepSpeed, or may end before its last step.
@@ -206,12 +200,7 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
         targets=None if goal is None else {"kl/reference": goal},
     )
     evaluator.connect(session.recorder)
-    if built.episodes is not None:
-        built.episodes.note = session.recorder.note
-    if built.servers is not None:
-        built.servers.warn = session.recorder.note
-        if ahead is None:  # whose thread has no clock of its own
-            built.servers.phase = session.recorder.phase
+    _connect(built, session.recorder, has_clock=ahead is None)
     export_model = _make_export(config, context, tokenizer, origin, built)
     keep_best(context, session, lambda: evaluator.rows, export_model)
     feed = _Feed(
@@ -222,6 +211,16 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
         ahead=ahead,
     )
     return _assemble(config, context, tokenizer, built, feed, session, export_model)
+
+
+def _connect(built: _Models, recorder: Recorder, *, has_clock: bool) -> None:
+    """Let what samples report to the recorder; the thread that samples ahead has no clock of its own."""
+    if built.episodes is not None:
+        built.episodes.note = recorder.note
+    if built.servers is not None:
+        built.servers.warn = recorder.note
+        if has_clock:
+            built.servers.phase = recorder.phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,11 +258,7 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
     if saved is not None:
         restore_trainer_state(saved, trained, ema)
     if saved is None or context.is_other_run:
-        context.state.kl_coef = config.algorithm.kl.coef
-        context.state.penalty_coef = config.algorithm.policy_loss.start_coef
-        context.state.multiplier = 0.0 if config.algorithm.lagrange is None else config.algorithm.lagrange.start
-        context.state.score_moments = {}
-        context.state.best = None
+        _start_coefficients(config.algorithm, context.state)
     offload = build_offload(config.offload, context, trained, acting)
     return _Models(
         models=models,
@@ -277,6 +272,15 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
         saved=saved,
         servers=servers,
     )
+
+
+def _start_coefficients(algorithm: Online, state: TrainState) -> None:
+    """Set what an algorithm adapts while it runs to where it begins, and forget the best checkpoint."""
+    state.kl_coef = algorithm.kl.coef
+    state.penalty_coef = algorithm.policy_loss.start_coef
+    state.multiplier = 0.0 if algorithm.lagrange is None else algorithm.lagrange.start
+    state.score_moments = {}
+    state.best = None
 
 
 def _build_cost(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> RewardSource | None:

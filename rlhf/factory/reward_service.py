@@ -22,17 +22,16 @@ from rlhf.factory.exported import rounded_models
 from rlhf.models.folders import model_folder
 from rlhf.models.scalar_head import load_reward_heads
 from rlhf.runtime.engine import make_engine
+from rlhf.serving.listening import ListenOptions
 
 GRACE_S = 30  # requests in progress may take this long to finish when the server is stopped
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceOptions:
+class ServiceOptions(ListenOptions):
     """Address, authentication and limits of the server."""
 
-    host: str = "127.0.0.1"
     port: int = 8000
-    token_env: str | None = None
     max_request_bytes: int = 16 * 2**20
     max_batch: int = 64
 
@@ -44,9 +43,7 @@ def serve_reward(path: str, options: ServiceOptions, environment: Mapping[str, s
         ConfigError: an option is invalid, or the address cannot be used.
         ModelError: `path` holds no reward model.
     """
-    if not 0 <= options.port < 2**16:
-        raise ConfigError("--port must be between 0 and 65535")
-    token = _read_token(options.token_env, environment)
+    token = options.read_token(environment)
     for name in ("max_request_bytes", "max_batch"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
@@ -70,15 +67,6 @@ def serve_reward(path: str, options: ServiceOptions, environment: Mapping[str, s
         _ignore_signals()
         server.run(sockets=[listener])
     console.print("stopped")
-
-
-def _read_token(name: str | None, environment: Mapping[str, str]) -> str | None:
-    if name is None:
-        return None
-    token = environment.get(name, "")
-    if not token or not token.isascii() or not token.isprintable():
-        raise ConfigError(f"--token-env: put a token (printable ASCII) into the environment variable {name}")
-    return token
 
 
 def _listen(options: ServiceOptions) -> socket.socket:

@@ -19,7 +19,6 @@ RunConfiguration = OnlineConfig | OfflineConfig | RewardModelConfig
 ONLINE = (OnlineConfig,)
 OFFLINE = (OfflineConfig,)
 POLICY = (OnlineConfig, OfflineConfig)
-REWARD_MODEL = (RewardModelConfig,)
 ON_DATA = (OfflineConfig, RewardModelConfig)
 EVERY = (OnlineConfig, OfflineConfig, RewardModelConfig)
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from rlhf.config.data import DatasetConfig
 from rlhf.config.run import UNKNOWN_LENGTH
-from rlhf.config.sections import OfflineConfig, OnlineConfig, PolicyConfig, RewardModelConfig
+from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.guard.rule import EVERY, OFFLINE, ON_DATA, POLICY, RunConfiguration, outside
+from rlhf.planning.layout import trained_section
 from rlhf.planning.plan import RULE as DOES_NOT_FIT
 from rlhf.planning.plan import Machine, gigabytes, least_of
 from rlhf.section import Facts, Rule, Value
@@ -35,11 +36,6 @@ RATES = {
 }
 
 
-def trained(config: RunConfiguration) -> PolicyConfig:
-    """Return the section of the model that the run trains."""
-    return config.model if isinstance(config, RewardModelConfig) else config.policy
-
-
 def method(config: RunConfiguration) -> str:
     """Return the row of RATES that the run belongs to."""
     if isinstance(config, RewardModelConfig):
@@ -52,7 +48,7 @@ def method(config: RunConfiguration) -> str:
 def rate(config: RunConfiguration) -> float | None:
     """Return the learning rate; None where the policy loss sets the length of the step."""
     has_none = isinstance(config, OnlineConfig) and config.algorithm.policy_loss.searches
-    return None if has_none else trained(config).lr
+    return None if has_none else trained_section(config).lr
 
 
 def rate_is_zero(config: RunConfiguration, facts: Facts) -> Value | None:
@@ -67,7 +63,7 @@ def rate_is_high(config: RunConfiguration, facts: Facts) -> Value | None:
         return None
     rates = RATES[method(config)]
     highest = rates.high if facts.parameters < LARGE_MODEL else rates.high_large
-    return outside(lr, 0.0, highest * (LORA_FACTOR if trained(config).lora is not None else 1.0))
+    return outside(lr, 0.0, highest * (LORA_FACTOR if trained_section(config).lora is not None else 1.0))
 
 
 def rate_is_low(config: RunConfiguration, facts: Facts) -> Value | None:
@@ -81,23 +77,24 @@ def rate_is_low(config: RunConfiguration, facts: Facts) -> Value | None:
 
 def lora_scale(config: RunConfiguration, facts: Facts) -> Value | None:
     """Return the scale alpha / r of adapters that is out of range."""
-    lora = trained(config).lora
+    lora = trained_section(config).lora
     return None if lora is None or lora.rslora else outside(lora.alpha / lora.r, 0.25, 4.0)
 
 
 def adam_epsilon(config: RunConfiguration, facts: Facts) -> Value | None:
     """Return an Adam epsilon as large as the gradients."""
-    return outside(trained(config).adam_eps, 0.0, 1e-4) if trained(config).optimizer != "sgd" else None
+    return outside(trained_section(config).adam_eps, 0.0, 1e-4) if trained_section(config).optimizer != "sgd" else None
 
 
 def gradient_clip(config: RunConfiguration, facts: Facts) -> Value | None:
     """Return a gradient norm that is never reached, so that nothing is clipped."""
-    return outside(trained(config).max_grad_norm, 0.0, 100.0) if trained(config).optimizer != "sgd" else None
+    section = trained_section(config)
+    return outside(section.max_grad_norm, 0.0, 100.0) if section.optimizer != "sgd" else None
 
 
 def weight_decay(config: RunConfiguration, facts: Facts) -> Value | None:
     """Return a weight decay above what is usual for fine-tuning."""
-    return outside(trained(config).weight_decay, 0.0, 0.1)
+    return outside(trained_section(config).weight_decay, 0.0, 0.1)
 
 
 def average_is_start(config: OnlineConfig | OfflineConfig, facts: Facts) -> Value | None:

@@ -22,7 +22,7 @@ from rlhf.config.sections import HeadInit
 from rlhf.config.weights import LoraConfig
 from rlhf.data.tokenizer import base_of_adapter, locate_model
 from rlhf.errors import ModelError
-from rlhf.models.backbone import check_vocabulary, freeze, move_to
+from rlhf.models.backbone import check_vocabulary, freeze, move_to, weight_dtype
 from rlhf.models.bases import bases_of
 from rlhf.models.export import classifier_padding
 from rlhf.models.kernels.cast import HALF_DTYPES
@@ -172,7 +172,7 @@ def _on_base(
         _take_settings(classifier, folder)
     size = ensemble_size(classifier.config)
     head = _new_head(text_config(causal).hidden_size, size)
-    classifier.score = head.to(device=engine.device, dtype=_norm_dtype(settings["dtype"]))
+    classifier.score = head.to(device=engine.device, dtype=weight_dtype(settings["dtype"]))
     classifier.config.num_labels = size
     classifier.config.pad_token_id = classifier_padding(classifier, tokenizer).number
     return (EnsembleHeadModel if size > 1 else ScalarHeadModel)(classifier)
@@ -181,10 +181,6 @@ def _on_base(
 def _new_head(width: int, size: int) -> nn.Linear:
     """Make a head, whose random numbers are the only ones that are drawn before those of the adapters."""
     return nn.Linear(width, size, bias=False)
-
-
-def _norm_dtype(dtype: str) -> torch.dtype:
-    return torch.float64 if dtype == "float64" else torch.float32
 
 
 def _classifier_on(causal: PreTrainedModel, path: str) -> PreTrainedModel:

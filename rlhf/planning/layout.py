@@ -60,8 +60,6 @@ class Role:
     has_head: bool = True
     averaged: bool = False
     checkpointed: bool = False
-    is_measured: bool = True
-    """Whether it has a pass of its own over the rows of the update."""
 
     @property
     def is_full(self) -> bool:

@@ -44,8 +44,6 @@ class Shape:
     """Whether the feed-forward half has a gate."""
     other: int = 0
     """Parameters beyond those that these widths give; negative where there are fewer."""
-    is_exact: bool = True
-    """Whether the number of parameters is known exactly."""
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:

@@ -15,7 +15,7 @@ from annotated_types import Gt
 
 from rlhf.errors import RewardError, did_you_mean
 from rlhf.rewards.source import BatchDecoder, Source, SourceContext, Texts, checked_scores, decode, quoted
-from rlhf.user_code import UserCode, load_function
+from rlhf.user_code import UserCode, files_of, load_function
 
 if TYPE_CHECKING:
     from rlhf.types import Completions, Scores
@@ -125,8 +125,7 @@ class FunctionSource(Source):
 
     def code_files(self) -> Mapping[str, Path]:
         """Return the file of the function, if the target names one."""
-        file = Path(self.target.rpartition(":")[0])
-        return {"target": file} if file.suffix == ".py" and file.is_file() else {}
+        return files_of(self.target)
 
     def describe(self) -> str:
         """Return the import path."""

@@ -19,7 +19,7 @@ from pydantic import Field
 from rlhf.errors import RewardError
 from rlhf.rewards.source import quoted, unpadded_ids
 from rlhf.section import Choice
-from rlhf.user_code import UserCode, load_function
+from rlhf.user_code import UserCode, files_of, load_function
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -93,8 +93,7 @@ class FunctionProcess(ProcessReward):
 
     def code_files(self) -> Mapping[str, Path]:
         """Return the file of the function, if the target names one."""
-        file = Path(self.target.rpartition(":")[0])
-        return {"target": file} if file.suffix == ".py" and file.is_file() else {}
+        return files_of(self.target)
 
     def build(self, load_model: Callable[[Any], GradeSteps]) -> GradeSteps:
         """Return the function.

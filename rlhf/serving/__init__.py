@@ -4,6 +4,7 @@
     routes        the requests of vLLM's routes, which `rlhf serve-policy` answers too
     own, vllm     the members: our own server, and vLLM
     http          JSON over HTTP, with a timeout for everything
+    listening     the address of a server of ours, and the token that it asks for
 
 What holds weights and models is in rlhf/sampling: the pool of servers, the pushes, the canary, our own server.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from rlhf.errors import ConfigError, RewardError
-from rlhf.user_code import OBJECT, load_function
+from rlhf.user_code import OBJECT, files_of, load_function
 from rlhf.verifiers.grader import GradeFunction, Grader
 
 
@@ -54,8 +54,7 @@ class FunctionGrader(Grader):
 
     def code_files(self) -> Mapping[str, Path]:
         """Return the file of the function, if the target names one."""
-        file = Path(self.target.rpartition(":")[0])
-        return {"target": file} if file.suffix == ".py" and file.is_file() else {}
+        return files_of(self.target)
 
     def start(self) -> GradeFunction:
         """Return the function.

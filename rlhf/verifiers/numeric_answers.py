@@ -151,12 +151,6 @@ def final_answer(text: str) -> Answer | None:
     return Answer(numbers[-1].value, announced=False) if numbers else None
 
 
-def same_answer(text: str, expected: Fraction, *, announced_only: bool = False) -> bool:
-    """Check whether the final answer of `text` is exactly the number `expected`."""
-    answer = final_answer(text)
-    return answer is not None and answer.value == expected and (answer.announced or not announced_only)
-
-
 def expected_answer(solution: str) -> Fraction | None:
     """Extract the number after a solution's last `####`; None unless that number is all that follows."""
     _, mark, end = solution.rpartition(HASHES)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 from cases import compare_tree, compared, failing_arm, here, plan_of
-from runs import quiet
 
 from rlhf.api.comparing import rebuild_comparison
 from rlhf.comparison.costs import COSTS, CostTracker
@@ -153,7 +152,7 @@ def test_the_results_and_the_page_say_what_tuning_changed(finished: Path) -> Non
 
 def test_the_report_is_rebuilt_from_the_folder(finished: Path) -> None:
     before = (finished / "results.json").read_bytes()
-    rebuild_comparison(str(finished), quiet())
+    rebuild_comparison(str(finished))
     assert (finished / "results.json").read_bytes() == before
 
 

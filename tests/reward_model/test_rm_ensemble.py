@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,23 @@ from reward_model.ensemble import (
     EnsembleModelSource,
     bootstrap_weights,
     calibrate_ensemble,
-    score_member_pairs,
 )
 from reward_model.evaluate import auc, auc_interval, ensemble_card
 from reward_model.model import BradleyTerryLoss, calibrate, score_pairs
 from reward_model.source import RewardModelSource
 from rlhf.config.reward import CalibrationConfig, RewardModelLoss
-from rlhf.models.scalar_head import EnsembleHeadModel, ScalarHeadModel, as_ensemble, load_reward_heads, single_head
+from rlhf.models.scalar_head import (
+    EnsembleHeadModel,
+    ScalarHeadModel,
+    as_ensemble,
+    load_reward_heads,
+    sequence_member_scores,
+    single_head,
+)
 
 SIZE = 3
 ALL = range(4)
+score_member_pairs = partial(score_pairs, scorer=sequence_member_scores)
 
 
 def ensemble(folder: Path, *, same_head: bool = False) -> EnsembleHeadModel:

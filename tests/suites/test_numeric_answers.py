@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.verifiers.numeric_answers import expected_answer, final_answer, find_numbers, same_answer, strip_markup
+from rlhf.verifiers.numeric_answers import Answer, expected_answer, final_answer, find_numbers, strip_markup
 
 
 def numbers(text: str) -> list[Fraction]:
@@ -120,13 +120,13 @@ VERDICTS = [
 
 @pytest.mark.parametrize(("text", "expected", "right"), VERDICTS)
 def test_verdicts(text: str, expected: int, right: bool) -> None:
-    assert same_answer(text, Fraction(expected)) is right
+    answer = final_answer(text)
+    assert (answer is not None and answer.value == Fraction(expected)) is right
 
 
-def test_only_announced_answers_count_where_that_is_asked() -> None:
-    assert same_answer("so 18", Fraction(18))
-    assert not same_answer("so 18", Fraction(18), announced_only=True)
-    assert same_answer("so the answer is 18", Fraction(18), announced_only=True)
+def test_an_answer_tells_whether_it_was_announced() -> None:
+    assert final_answer("so 18") == Answer(Fraction(18), announced=False)
+    assert final_answer("so the answer is 18") == Answer(Fraction(18), announced=True)
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,12 @@ def pack(
     completion_ids: Int[Tensor, "B T"],
     completion_mask: Bool[Tensor, "B T"],
     *,
-    share: bool = True,
     varlen: bool = False,
 ) -> PackedBatch | None:
     """Lay out a batch without padding; return None where a row has no prompt, from which to predict its first token.
 
-    `share` lays out a prompt once for all its rows where that saves enough; `varlen` lays rows out for the kernel that
-    takes rows of any length (see rlhf.models.kernels.attention), and not for rectangles.
+    A prompt is laid out once for all its rows where that saves enough. `varlen` lays rows out for the kernel that takes
+    rows of any length (see rlhf.models.kernels.attention), and not for rectangles.
     """
     device = prompt_ids.device
     prompts = _live_tokens(prompt_ids, prompt_mask)
@@ -63,7 +62,7 @@ def pack(
     prompt_tokens = sum(map(len, prompts))
     total = prompt_tokens + sum(map(len, completions))
     saved = prompt_tokens - sum(map(len, distinct))
-    if share and saved >= MIN_SHARED_FRACTION * total:
+    if saved >= MIN_SHARED_FRACTION * total:
         rows = _shared(distinct, completions, torch.tensor(prompt_of), varlen=varlen)
     else:
         rows = _whole(prompts, completions, varlen=varlen)

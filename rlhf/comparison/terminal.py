@@ -1,0 +1,72 @@
+"""What the terminal shows of a comparison: a row for each arm, what tuning changed, the suites and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlhf.comparison.results import ArmResult, ComparisonResults
+from rlhf.comparison.summary import format_gain, ranking, suite_tables, verdict
+from rlhf.comparison.tuning.run import tuning_notes, tuning_table
+from rlhf.report.charts import Table as SuiteTable
+from rlhf.tracking.progress import printable
+
+
+def print_results(results: ComparisonResults, report: Path, console: Console) -> None:
+    """Print the results of a comparison, and where its page is."""
+    table = Table("arm", "judge's score", "gain over start", "KL, nats", "status", box=None, pad_edge=False)
+    ranked = ranking(results)
+    for name in [*ranked, *(name for name in results.arms if name not in ranked)]:
+        table.add_row(name, *_row(results.arms[name]))
+    console.print(table)
+    _print_tuning(results, console)
+    for suite in suite_tables(results):
+        _print_suite(suite, console)
+    console.print(Text(printable(verdict(results))))
+    console.print(Text(f"report  {report}"), soft_wrap=True)
+
+
+def _row(arm: ArmResult) -> list[str]:
+    """Format an arm for the terminal: score, gain, KL and status."""
+    if arm.final is None:
+        return ["", "", "", arm.status]
+    measures, bound = arm.final.measures, "≤ " if arm.kl_is_bound else ""
+    return [
+        "" if measures.score is None else f"{measures.score:.2f}",
+        "" if measures.score is None else format_gain(arm.final.gain),
+        "" if measures.kl is None else f"{bound}{measures.kl:.2f}",
+        arm.status,
+    ]
+
+
+def _print_tuning(results: ComparisonResults, console: Console) -> None:
+    """Print what tuning changed, without its costs, which the page has."""
+    tuning = tuning_table(results)
+    if tuning is None:
+        return
+    shown = [number for number, column in enumerate(tuning.columns) if not column.endswith("for tuning")]
+    table = Table(box=None, pad_edge=False)
+    for number in shown:
+        table.add_column(tuning.columns[number] or "tuning", overflow="fold")
+    for row in tuning.rows:
+        table.add_row(*("" if row[number] is None else str(row[number]) for number in shown))
+    console.print(table)
+    for note in tuning_notes(results):
+        console.print(Text(printable(note)), soft_wrap=True)
+
+
+def _print_suite(suite: SuiteTable, console: Console) -> None:
+    """Print the arm, the first two figures and the gain of each row; the page shows the rest."""
+    table = Table(suite.title, *_shown_columns(suite.columns), box=None, pad_edge=False)
+    for row in suite.rows:
+        table.add_row(str(row[0]), *map(str, _shown_columns(row)))
+    console.print(table)
+
+
+def _shown_columns(row: Sequence[object]) -> list[Any]:
+    return [*row[1:3], row[-1]]
