@@ -20,12 +20,10 @@ from rlhf.errors import UserError, did_you_mean, install_hint
 from rlhf.process import silence_libraries
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from rlhf.config.sections import RewardModelConfig, TrainConfig
 
 C = TypeVar("C", bound="TrainConfig | RewardModelConfig")
-Options = TypeVar("Options", bound="DataclassInstance")
+Options = TypeVar("Options")  # a dataclass
 OTHERS_WAIT_S = 3.0  # a rank other than 0 waits this long before it prints an error
 SILENT_WAIT_S = 60.0  # a rank that prints nothing waits this long before it exits: then the launcher ends all ranks
 EPILOG = """\
@@ -505,7 +503,7 @@ def _checked(config: C, console: Console) -> C | None:
 
 def _options(kind: type[Options], parsed: argparse.Namespace) -> Options:
     """Return the options of a verb, whose arguments have the names of the fields."""
-    return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind)})
+    return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
 def _compare(parsed: argparse.Namespace, console: Console) -> int:
