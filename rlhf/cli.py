@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -19,10 +19,6 @@ from rich.text import Text
 from rlhf.errors import UserError, did_you_mean, install_hint
 from rlhf.process import silence_libraries
 
-if TYPE_CHECKING:
-    from rlhf.config.sections import RewardModelConfig, TrainConfig
-
-C = TypeVar("C", bound="TrainConfig | RewardModelConfig")
 Options = TypeVar("Options")  # a dataclass
 OTHERS_WAIT_S = 3.0  # a rank other than 0 waits this long before it prints an error
 SILENT_WAIT_S = 60.0  # a rank that prints nothing waits this long before it exits: then the launcher ends all ranks
@@ -484,7 +480,7 @@ def _reward(parsed: argparse.Namespace, console: Console) -> None:
         run_reward_model(config, console)
 
 
-def _checked(config: C, console: Console) -> C | None:
+def _checked(config: Any, console: Console) -> Any:  # of one class, which is too slow to import here
     """Check the folder, files and settings of a run; print that it is complete, and return None, if it is."""
     from rlhf.data.paths import check_files, check_targets
     from rlhf.guard.lint import check_settings
