@@ -176,6 +176,11 @@ def _pick(rng: random.Random, *texts: str) -> str:
     return rng.choice(texts)
 
 
+def _one_of(*texts: str) -> Maker:
+    """Make the maker of a constraint without arguments, worded in one of these ways."""
+    return lambda rng: Wording(rng.choice(texts), {})
+
+
 def _times(count: int) -> str:
     return "once" if count == 1 else "twice" if count == 2 else f"{count} times"
 
@@ -184,16 +189,13 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _no_comma(rng: random.Random) -> Wording:
-    text = _pick(
-        rng,
-        "Do not use commas.",
-        "Write it without a single comma.",
-        "Commas are forbidden here.",
-        "Leave out every comma.",
-        "There must be no comma in your answer.",
-    )
-    return Wording(text, {})
+_no_comma = _one_of(
+    "Do not use commas.",
+    "Write it without a single comma.",
+    "Commas are forbidden here.",
+    "Leave out every comma.",
+    "There must be no comma in your answer.",
+)
 
 
 def _word_count(rng: random.Random) -> Wording:
@@ -297,16 +299,13 @@ def _letter(rng: random.Random) -> Wording:
     return Wording(text, {"letter": letter, "let_frequency": count, "let_relation": AT_LEAST})
 
 
-def _quotation(rng: random.Random) -> Wording:
-    text = _pick(
-        rng,
-        'Put the whole answer between double quotation marks, "like so".',
-        "Begin and end the answer with a double quotation mark.",
-        "Enclose all you write in double quotes.",
-        "Wrap the entire answer in double quotation marks.",
-        'Word it as one quotation: "..."',
-    )
-    return Wording(text, {})
+_quotation = _one_of(
+    'Put the whole answer between double quotation marks, "like so".',
+    "Begin and end the answer with a double quotation mark.",
+    "Enclose all you write in double quotes.",
+    "Wrap the entire answer in double quotation marks.",
+    'Word it as one quotation: "..."',
+)
 
 
 def _lowercase(rng: random.Random) -> Wording:
@@ -342,15 +341,12 @@ def _language(rng: random.Random) -> Wording:
     return Wording(text, {"language": LANGUAGES[name]})
 
 
-def _title(rng: random.Random) -> Wording:
-    text = _pick(
-        rng,
-        "Give it a title inside double angle brackets, like <<My Title>>.",
-        "Begin with a title written as <<title>>.",
-        "Add a headline that looks like <<this>>.",
-        "It needs a title, put between << and >>.",
-    )
-    return Wording(text, {})
+_title = _one_of(
+    "Give it a title inside double angle brackets, like <<My Title>>.",
+    "Begin with a title written as <<title>>.",
+    "Add a headline that looks like <<this>>.",
+    "It needs a title, put between << and >>.",
+)
 
 
 def _bullets(rng: random.Random) -> Wording:
@@ -429,24 +425,18 @@ def _capital_words(rng: random.Random) -> Wording:
     return Wording(text, {"capital_frequency": count, "capital_relation": AT_LEAST})
 
 
-def _two_responses(rng: random.Random) -> Wording:
-    text = _pick(
-        rng,
-        "Give two versions that differ, with a line of ****** between them.",
-        "Write 2 different answers and put six asterisks ****** between the two.",
-        "Answer twice, in different ways, divided by ******",
-    )
-    return Wording(text, {})
+_two_responses = _one_of(
+    "Give two versions that differ, with a line of ****** between them.",
+    "Write 2 different answers and put six asterisks ****** between the two.",
+    "Answer twice, in different ways, divided by ******",
+)
 
 
-def _json(rng: random.Random) -> Wording:
-    text = _pick(
-        rng,
-        "Answer with valid JSON and nothing else.",
-        "Output one JSON object only.",
-        'Reply in JSON, for example {"answer": "..."}.',
-    )
-    return Wording(text, {})
+_json = _one_of(
+    "Answer with valid JSON and nothing else.",
+    "Output one JSON object only.",
+    'Reply in JSON, for example {"answer": "..."}.',
+)
 
 
 def _sections(rng: random.Random) -> Wording:
