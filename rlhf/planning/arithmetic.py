@@ -167,8 +167,8 @@ def head(shape: Shape, rows: Rows, how: Arithmetic, *, trained: bool) -> Head:
     """Return the bytes of the LM head.
 
     Kept are the last hidden states, 2 w M D, and up to a limit the probabilities, 4 M V. Logits are made and
-    differentiated a chunk of c tokens at a time: 4 c V once where all probabilities are kept, else three times; 8 c V
-    in the backward pass, and the gradient of the head, w V D. All at once the logits take (b + 12) M V.
+    differentiated a chunk of c tokens at a time: 4 c V once where all probabilities are kept, else three times; in the
+    backward pass 4 V min(M, 2 c), and the gradient of the head, w V D. All at once the logits take (b + 12) M V.
     """
     m, v = rows.chosen, shape.vocabulary
     states = m * shape.hidden * (2 * how.wide + (how.low if how.low != how.wide else 0))
@@ -180,7 +180,8 @@ def head(shape: Shape, rows: Rows, how: Arithmetic, *, trained: bool) -> Head:
     kept = m if m * v <= limit else limit // (size * v) * size
     chunk = size * v * max(FLOAT, how.wide)
     forward = chunk if kept == m else 3 * chunk
-    return Head(states + kept * v * max(FLOAT, how.wide), forward, 2 * chunk + m * shape.hidden * how.wide + gradient)
+    two = min(m, 2 * size) * v * max(FLOAT, how.wide)  # a chunk's gradients, while those of the one before are there
+    return Head(states + kept * v * max(FLOAT, how.wide), forward, two + m * shape.hidden * how.wide + gradient)
 
 
 def key_value_cache(shape: Shape, tokens: int, size: Bytes) -> Bytes:

@@ -221,16 +221,18 @@ class _Memory:
             rows = self.layout.score if role.name == "reward model" else self.layout.annotate
             if rows is not None and (role.name != "reward model" or not role.trained):
                 parts = self.resting("annotate")
-                parts[role.name, "activations"] = forward_working(role.shape, rows, role.how)
                 parts[role.name, "16-bit copies"] = self.casts(role)
-                if role.has_head:
-                    parts[role.name, "logits"] = self.head_without_gradient(role, rows)
-                most = _larger(most, parts)
+                for moment in self.moments_without_gradient(role, rows):
+                    most = _larger(most, _added(parts, moment))
         return most
 
-    def head_without_gradient(self, role: Role, rows: Rows) -> Bytes:
-        passing = head(role.shape, rows, replace(role.how, keeps_probabilities=False), trained=False)
-        return passing.forward + self.widened(role)
+    def moments_without_gradient(self, role: Role, rows: Rows) -> Iterable[Parts]:
+        """Yield the moments of a pass without gradient: a layer's, and the head's once the layers' numbers are gone."""
+        states, logits = (role.name, "activations"), (role.name, "logits")
+        yield {states: forward_working(role.shape, rows, role.how)}
+        if role.has_head:
+            passing = head(role.shape, rows, replace(role.how, keeps_probabilities=False), trained=False)
+            yield {states: passing.kept, logits: passing.forward + self.widened(role)}
 
     def widened(self, role: Role) -> Bytes:
         """Return the float32 copy that a CPU makes of an LM head in 16 bits for every pass."""

@@ -74,7 +74,9 @@ def test_the_bytes_of_a_layer_and_of_the_head_are_those_worked_by_hand() -> None
     logits = head(TWO_LAYERS, ROW, Arithmetic(), trained=True)
     assert logits.kept == 3 * 4 * 8 + 3 * 16 * 4  # hidden states twice, and all probabilities
     assert logits.forward == 3 * 16 * 4
-    assert logits.backward == 2 * 3 * 16 * 4 + 3 * 4 * 4 + 64 * 4  # two chunks, the states' gradient, the head's
+    assert logits.backward == 3 * 16 * 4 + 3 * 4 * 4 + 64 * 4  # one chunk, the states' gradient, the head's
+    long = head(TWO_LAYERS, replace(ROW, completion=700), Arithmetic(), trained=False)
+    assert long.backward == 2 * 256 * 16 * 4 + 700 * 4 * 4  # two chunks of 256 tokens
     assert key_value_cache(TWO_LAYERS, 10, 4) == 10 * 2 * 1 * 2 * 2 * 4
 
 
@@ -83,10 +85,10 @@ def test_the_peak_of_sft_of_two_layers_is_the_one_worked_by_hand(monkeypatch: py
     config = train_config(settings("sft", batch__prompts_per_step=1))
     plan = make_plan(config, CPU, Lengths(prompt=1, completion=3))
     resting = 372 * (4 + 8)
-    start = resting + 1200 + (96 + 192) + 688  # all activations, what the head keeps, the head's backward pass
+    start = resting + 1200 + (96 + 192) + 496  # all activations, what the head keeps, the head's backward pass
     working = 4 * (4 * 8 * 4 + 4 * 4 * 4) + 4 * 3 * 4 * 8
     end = resting + 372 * 4 + 1200 / 2 + working  # all gradients, the activations of a layer, its backward pass
-    assert (start, end) == (6640, 7704)
+    assert (start, end) == (6448, 7704)
     assert plan.peak == end
     assert plan.memory.peak_phase == "update"
     assert plan.memory.of("load") == 372 * 4
@@ -102,7 +104,7 @@ def test_a_layer_is_computed_again_once_the_logits_are_gone(monkeypatch: pytest.
     config = train_config(settings("sft", batch__prompts_per_step=1, policy__gradient_checkpointing=True))
     memory = make_plan(config, CPU, Lengths(prompt=1, completion=3)).memory
     inputs, states, probabilities = 2 * 4 * 4 * 4, 3 * 4 * 8, 3 * 400 * 4
-    backward = 2 * 3 * 400 * 4 + 3 * 4 * 4 + 1600 * 4
+    backward = 3 * 400 * 4 + 3 * 4 * 4 + 1600 * 4
     assert memory.of("update") == 1908 * 12 + inputs + states + probabilities + backward
 
     monkeypatch.setattr(layout, "read_shape", lambda path, may_make=False: TWO_LAYERS)
@@ -265,6 +267,18 @@ def test_passes_without_gradient_are_halved_on_one_gpu_until_they_fit() -> None:
     assert any("halves its passes" in note for note in small.layout.notes)
     two = planned("grpo", Machine(device="cuda", memory=size, processes=2), **more)
     assert not any("halves" in note for note in two.layout.notes)
+
+
+def test_a_pass_without_gradient_needs_a_layer_s_numbers_or_the_head_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    few: dict[str, Any] = {"batch__prompts_per_step": 1, "sampling__completions_per_prompt": 2}
+    for vocabulary, kinds in ((1, {"activations"}), (4000, {"activations", "logits"})):
+        shape = replace(TWO_LAYERS, vocabulary=vocabulary)
+        monkeypatch.setattr(layout, "read_shape", lambda path, may_make=False, shape=shape: shape)
+        plan = make_plan(train_config(settings("rloo", **few)), CPU, Lengths(prompt=2, completion=300))
+        items = {item.kind: item.bytes for item in plan.memory.items if item.phase == "annotate"}
+        assert items.keys() - {"weights", "moments"} == kinds
+    assert items["activations"] == 2 * 300 * 4 * 8  # the hidden states, twice
+    assert items["logits"] == 3 * 256 * 4000 * 4
 
 
 def logits_of(plan: Plan, phase: str) -> float:
