@@ -1,41 +1,114 @@
-"""Collect the figures of `rlhf eval --suite` on several models into one JSON file and one table.
+"""Measure models with alignment suites, and collect the figures in one JSON file and one table.
 
-    rlhf eval MODEL --suite blimp --data data/blimp --limit 670 dtype=bfloat16 --out runs/alignment/start/blimp.json
-    python benchmarks/alignment_evals.py start=runs/alignment/start ppo=runs/alignment/ppo
+    python benchmarks/alignment_evals.py start=models/smollm2-135m-instruct ppo=runs/ppo \\
+      --suite blimp=data/blimp --suite xstest=data/xstest --limit 670 --set dtype=bfloat16
+    python benchmarks/alignment_evals.py runs/compare --suite blimp=data/blimp      # the start model and every arm
+    python benchmarks/alignment_evals.py ppo=runs/alignment/ppo                     # what is there already
 
-Each folder has one file for each suite, as --out wrote it.
+Results are kept in RESULTS/NAME/SUITE.json, as `rlhf eval --out` writes them: an interrupted call goes on. A folder may
+also hold such files itself, or in `evals`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from rlhf.cli import main as rlhf
+from rlhf.errors import ConfigError
 from rlhf.suites.suite import find_suite
 
 OUT = Path(__file__).parent / "results" / "alignment_evals.json"
+RESULTS = Path("runs/alignment")
 LEFT_OUT = ("length", "truncated", "distinct_2")
 FIRST = {"harmful": "refused", "xstest": "refused_safe"}  # the figure of the table; else the suite's first
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the folders, write the JSON file and print the table."""
+@dataclass(frozen=True)
+class Model:
+    """A row of the table: its name, its folder, and what `rlhf eval` is given to measure it (None: it has no model)."""
+
+    name: str
+    folder: Path
+    target: str | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is missing, write the JSON file and print the table; return 1 if a suite could not be measured."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("models", nargs="+", metavar="NAME=FOLDER", help="a model's name and the folder of its results")
+    parser.add_argument(
+        "models", nargs="+", metavar="NAME=FOLDER", help="a name with a run, model or results; or a comparison's folder"
+    )
+    parser.add_argument("--suite", action="append", default=[], metavar="NAME=DATA", help="measure this suite")
+    parser.add_argument("--limit", type=int, help="rows of each suite that is measured (default: all)")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the suites")
+    parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder of the results (default: {RESULTS})")
     parser.add_argument("--out", type=Path, default=OUT, help=f"where to write (default: {OUT.name} in results)")
     parsed = parser.parse_args(arguments)
-    models = {name: read_folder(Path(folder)) for name, _, folder in (entry.partition("=") for entry in parsed.models)}
-    content = {"command": "rlhf eval MODEL --suite NAME --data DATA --limit LIMIT KEY=VALUE", "models": models}
+    models = [model for entry in parsed.models for model in models_of(entry)]
+    limit = [] if parsed.limit is None else ["--limit", str(parsed.limit)]
+    is_whole = True
+    for model in models:
+        for suite, _, data in (entry.partition("=") for entry in parsed.suite):
+            given = [*(["--data", data] if data else []), *limit, *parsed.set]
+            is_whole &= measure(model, suite, given, parsed.results)
+    figures = {model.name: read_folder(model.folder) | read_folder(parsed.results / model.name) for model in models}
+    content = {"command": "rlhf eval MODEL --suite NAME --data DATA --limit LIMIT KEY=VALUE", "models": figures}
+    parsed.out.parent.mkdir(parents=True, exist_ok=True)
     parsed.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(table(models))  # noqa: T201
+    print(table(figures))  # noqa: T201
+    return 0 if is_whole else 1
+
+
+def models_of(entry: str) -> Iterator[Model]:
+    """Yield the model of NAME=FOLDER, or the start model and the arms of a comparison's folder, seed by seed."""
+    name, named, path = entry.partition("=")
+    if named:
+        yield Model(name, Path(path), path)
+        return
+    cells = sorted(Path(entry).glob("*/seed-*/cell.yaml"), key=lambda cell: (cell.parts[-3] != "start", cell))
+    if not cells:
+        raise SystemExit(f"{entry}: no comparison there; give a single model as NAME={entry}")
+    for cell in cells:
+        folder = cell.parent
+        trained = str(folder) if (folder / "model").is_dir() else None
+        start = yaml.safe_load(cell.read_text(encoding="utf-8"))["train"]["policy"]["model"]
+        yield Model(f"{cell.parts[-3]}-{cell.parts[-2]}", folder, start if cell.parts[-3] == "start" else trained)
+
+
+def measure(model: Model, suite: str, given: Sequence[str], results: Path) -> bool:
+    """Run a suite on a model unless its result is there; return False if that fails."""
+    name = suite.replace(":", "-")
+    if model.target is None or suite in read_folder(model.folder) or (results / model.name / f"{name}.json").is_file():
+        return True
+    out = results / model.name / f"{name}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return rlhf(["eval", model.target, "--suite", suite, *given, "--out", str(out)]) == 0
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
     """Return the figures of each suite, with the settings that are not the suite's defaults."""
-    return {path.stem: summary(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))}
+    figures: dict[str, Any] = {}
+    for path in sorted([*folder.glob("evals/*.json"), *folder.glob("*.json")]):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and is_suite(content.get("suite")):
+            figures[str(content["suite"])] = summary(content)
+    return figures
+
+
+def is_suite(name: object) -> bool:
+    """Check whether this is the name of a suite; a run's folder has other JSON files too."""
+    try:
+        find_suite(str(name))
+    except ConfigError:
+        return False
+    return True
 
 
 def summary(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,4 +154,4 @@ def cell(suite: str, result: Mapping[str, Any] | None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -2,6 +2,7 @@
 
     rlhf compare configs/lab/compare_stale.yaml
     python benchmarks/staleness.py runs/compare-stale [--out FILE.json] [--chart FILE.svg]
+    rlhf compare configs/real/compare_stale_json.yaml && python benchmarks/staleness.py runs/compare-stale-json
 
 Per arm and seed: score and KL of the final model on the held-out prompts, and the mean effective sample size of the
 weights.
@@ -23,6 +24,7 @@ ARMS = {
     "token_1": (1, "token_truncate"),
     "none_2": (2, "none"),
     "token_2": (2, "token_truncate"),
+    "sequence_2": (2, "sequence_mask"),
     "none_4": (4, "none"),
     "token_4": (4, "token_truncate"),
     "sequence_4": (4, "sequence_mask"),
@@ -43,8 +45,9 @@ def read_seed(folder: Path) -> Row:
 
 
 def read_arms(folder: Path) -> dict[str, list[Row]]:
-    """Read the seeds of every arm."""
-    return {name: [read_seed(seed) for seed in sorted((folder / name).glob("seed-*"))] for name in ARMS}
+    """Read the seeds of every arm that the comparison has."""
+    names = [name for name in ARMS if (folder / name).is_dir()]
+    return {name: [read_seed(seed) for seed in sorted((folder / name).glob("seed-*"))] for name in names}
 
 
 def draw(arms: dict[str, list[Row]], chart: Path) -> None:
@@ -53,7 +56,7 @@ def draw(arms: dict[str, list[Row]], chart: Path) -> None:
     axes = figure.subplots(1, 2)
     for key, axis, title in (("score", axes[0], "held-out score"), ("kl", axes[1], "KL to the start, nats")):
         for kind, mark in (("none", "o"), ("token_truncate", "s"), ("sequence_mask", "^")):
-            chosen = {age: arms[name] for name, (age, of) in ARMS.items() if of == kind or age == 0}
+            chosen = {age: arms[name] for name, (age, of) in ARMS.items() if name in arms and (of == kind or age == 0)}
             if kind == "sequence_mask":
                 del chosen[0]
             ages = sorted(chosen)
@@ -63,7 +66,7 @@ def draw(arms: dict[str, list[Row]], chart: Path) -> None:
                 axis.plot([age] * len(chosen[age]), [row[key] for row in chosen[age]], mark, color=line.get_color())
         axis.set_title(title)
         axis.set_xlabel("age of the samples, steps")
-        axis.set_xticks([0, 1, 2, 4])
+        axis.set_xticks(sorted({ARMS[name][0] for name in arms}))
     axes[0].legend(title="correction")
     figure.savefig(chart, metadata={"Date": None})
 
@@ -77,7 +80,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arms = read_arms(arguments.folder)
     print("| age, steps | correction | score | KL, nats |\n|---|---|---|---|")  # noqa: T201
-    for name, (age, kind) in ARMS.items():
+    for name, (age, kind) in ((name, ARMS[name]) for name in arms):
         scores = ", ".join(f"{row['score']:.2f}" for row in arms[name])
         kls = ", ".join(f"{row['kl']:.1f}" for row in arms[name])
         label = "" if age == 0 else f"`{kind}`"

@@ -141,12 +141,13 @@ class PairJudge:
         """
         self.template = read_template(config.template, QUESTION, ("prompt", "a", "b"), section=section)
         self.model = model
+        self._has_been_read = False
 
     def __call__(self, prompts: Sequence[str], first: Sequence[str], second: Sequence[str]) -> Verdicts:
         """Judge first[i] against second[i], both of them answers to prompts[i].
 
         Raises:
-            RewardError: the endpoint fails, or none of its answers can be parsed.
+            RewardError: the endpoint fails, or none of its answers can be parsed and none could before.
         """
         rows = list(zip(prompts, first, second, strict=True))
         asked = [a != b for _, a, b in rows]
@@ -159,7 +160,9 @@ class PairJudge:
         answers = self.model.ask(questions)
         verdicts = [read_verdict(answer) for answer in answers]
         readable = [verdict is not None for verdict in verdicts]
-        check_readable(readable, answers, who=self.model.who, wanted="A, B or tie")
+        if not self._has_been_read:
+            check_readable(readable, answers, who=self.model.who, wanted="A, B or tie")
+        self._has_been_read |= any(readable)
         remaining = iter(verdicts)
         straight: list[Verdict | None] = []
         swapped: list[Verdict | None] = []

@@ -113,7 +113,9 @@ class PersonaSuite(Suite):
         Raises:
             DataError: there is no usable item.
         """
-        items, skips = read_items(self.dataset, read_question, columns=COLUMNS, what="yes/no items")
+        items, skips = read_items(
+            self.dataset, read_question, columns=COLUMNS, what="yes/no items", deal_by=lambda item: item.file
+        )
         items = exclude(items, skips, lambda item: _low_confidence(item.value, self.min_confidence))
         both_orders = "{first}" in self.template
         orders = ORDERS if both_orders else ORDERS[:1]

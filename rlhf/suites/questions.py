@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -40,7 +41,12 @@ class Item(Generic[T]):
 
 
 def read_items(
-    config: DatasetConfig, read: Callable[[Mapping[str, object]], T], *, columns: tuple[str, ...], what: str
+    config: DatasetConfig,
+    read: Callable[[Mapping[str, object]], T],
+    *,
+    columns: tuple[str, ...],
+    what: str,
+    deal_by: Callable[[Item[T]], str] | None = None,
 ) -> tuple[list[Item[T]], RowCounts]:
     """Read the usable rows of a data set, at most `config.limit`, and count the skipped ones.
 
@@ -49,6 +55,7 @@ def read_items(
         read: parses the columns of a row; raises BadRow for an unusable one.
         columns: columns that at least one row must have.
         what: what the rows are called in messages.
+        deal_by: the kind of an item, where a data set is sorted by it: the limit then takes kinds in turn.
 
     Raises:
         DataError: there is no file or no usable row, or a column is missing.
@@ -59,15 +66,27 @@ def read_items(
         _check_columns(config.path, rows, columns, what)
     items: list[Item[T]] = []
     for row in rows:
-        if config.limit is not None and len(items) >= config.limit:
+        if deal_by is None and config.limit is not None and len(items) >= config.limit:
             break
         try:
             items.append(Item(read(row.values), row))
         except BadRow as bad:
             skips.add(row, bad.reason, bad.detail)
+    if deal_by is not None and config.limit is not None:
+        items = dealt(items, deal_by, config.limit)
     skips.used = len(items)
     skips.require_rows()
     return items, skips
+
+
+def dealt(items: Sequence[Item[T]], kind: Callable[[Item[T]], str], limit: int) -> list[Item[T]]:
+    """Choose at most `limit` items, the first of every kind, then the second, and so on; their order stays."""
+    counts: Counter[str] = Counter()
+    turns: list[tuple[int, int]] = []
+    for place, item in enumerate(items):
+        turns.append((counts[kind(item)], place))
+        counts[kind(item)] += 1
+    return [items[place] for place in sorted(place for _, place in sorted(turns)[:limit])]
 
 
 def _check_columns(path: str, rows: Sequence[Row], columns: Sequence[str], what: str) -> None:

@@ -70,7 +70,13 @@ class XstestSuite(RefusalSuite):
             DataError: there is no usable prompt.
         """
         columns = ("prompt", "label")
-        items, skips = read_items(self.dataset, read_safety_prompt, columns=columns, what="safe and unsafe prompts")
+        items, skips = read_items(
+            self.dataset,
+            read_safety_prompt,
+            columns=columns,
+            what="safe and unsafe prompts",
+            deal_by=lambda item: item.value.kind,
+        )
         items = drop_too_long(subject, items, skips, lambda row: row.prompt)
         questions = [item.value.prompt for item in items]
         answers = sample_answers(subject, questions, key=self.sampling_key, greedy=self.greedy)

@@ -209,6 +209,19 @@ def test_answers_that_cannot_be_read_are_ties_and_counted(folder: Path) -> None:
     assert "2 of 8 answers could not be read" in "\n".join(result.lines())
 
 
+def test_a_prompt_whose_answers_cannot_be_read_does_not_stop_a_judge_that_could_be(folder: Path) -> None:
+    write_rows(folder / "completions.jsonl", list(reversed(ROWS)))
+
+    def wordy(number: int, question: str) -> str:
+        return "Both are fine." if "red" in question else by_words(number, question)
+
+    with serving(wordy) as server:
+        result = label(served(server.url, folder, batch=1))
+    assert (result.answers, result.unreadable) == (8, 6)
+    with serving(lambda number, question: "Both are fine.") as server, pytest.raises(RewardError, match="none of"):
+        label(served(server.url, folder, out=str(folder / "others.jsonl")))
+
+
 def test_agreement_with_people(folder: Path) -> None:
     people = [
         {"prompt": "red", "chosen": "good good good", "rejected": "good"},

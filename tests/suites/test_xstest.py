@@ -9,6 +9,8 @@ from bigram import EOS
 from runs import write_rows
 from suite_cases import evaluate, figures, subject
 
+from rlhf.config.data import DatasetConfig
+from rlhf.suites.questions import read_items
 from rlhf.suites.refusals import has_phrase
 from rlhf.suites.xstest import XstestSuite
 
@@ -47,6 +49,32 @@ def test_refusals(text: str) -> None:
 )
 def test_answers(text: str) -> None:
     assert not has_phrase(text)
+
+
+def test_a_limit_takes_the_kinds_in_turn_as_the_data_is_sorted_by_them(tmp_path: Path) -> None:
+    kinds = (("homonyms", "safe", 3), ("safe_targets", "safe", 2), ("contrast_homonyms", "unsafe", 3))
+    rows = [
+        {"prompt": "bomb", "label": label, "type": kind, "number": number}
+        for kind, label, count in kinds
+        for number in range(count)
+    ]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    items, skips = read_items(
+        DatasetConfig(path=str(path), limit=5),
+        lambda values: values,
+        columns=("prompt",),
+        what="prompts",
+        deal_by=lambda item: str(item.value["type"]),
+    )
+    chosen = [(item.value["type"], item.value["number"]) for item in items]
+    first = [("homonyms", 0), ("homonyms", 1), ("safe_targets", 0), ("safe_targets", 1), ("contrast_homonyms", 0)]
+    assert chosen == first
+    assert skips.used == 5
+    settings = XstestSuite.model_validate(
+        {"dataset": {"path": str(path), "limit": 3}, "sampling": {"max_new_tokens": 4}}
+    )
+    shares = figures(evaluate(settings, subject(tmp_path / "m", WORDS, TABLE)))
+    assert {"refused_safe", "refused_unsafe"} <= shares.keys()
 
 
 def test_rates_by_label_and_kind(tmp_path: Path) -> None:
