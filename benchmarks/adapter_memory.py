@@ -2,11 +2,11 @@
 
     python benchmarks/adapter_memory.py models/smollm2-135m-instruct
 
-Each run is a process of its own with two steps of a few short completions, so that weights, gradients and moments are
-most of what it holds. The runs take turns. A run's peak is that of its resident memory, above what the process holds
-after its imports. glibc returns every freed tensor to the system at once (RETURNED): otherwise what loading and
-quantizing have freed stays resident, more of it in one arm than in another. The bytes of weights and moments are
-counted, each storage once, and compared with the formula.
+Each run is a process of its own with two steps of a few short completions, so that weights, gradients, moments and the
+sampler's copy are most of what it holds. The runs take turns. A run's peak is the largest of its phases' resident
+memory, above what the process holds after its imports. glibc returns every freed tensor to the system at once
+(RETURNED): otherwise what loading and quantizing have freed stays resident, more of it in one arm than in another. The
+bytes of weights and moments are counted, each storage once, and compared with the formula.
 """
 
 from __future__ import annotations
@@ -60,7 +60,12 @@ def run_tree(model: str, folder: Path, preset: str, kind: str, steps: int) -> di
         "reward": {"source": source if is_full else {**source, "weights": "nf4"}},
         "sampling": {"max_new_tokens": 16, "completions_per_prompt": 1 if preset == "ppo" else 2},
         "algorithm": {"preset": preset, **({"advantage": {"whiten": False}} if preset == "ppo" else {})},
-        "batch": {"prompts_per_step": 4 if preset == "ppo" else 2, "micro_batch_size": 2},
+        "batch": {
+            "prompts_per_step": 4 if preset == "ppo" else 2,
+            "micro_batch_size": 2,
+            "epochs": 1,
+            "minibatches": 1,
+        },
         "schedule": {"steps": steps},
         "checkpoint": {"every": 0, "resume": "never"},
         "eval": {"every": 0},
@@ -74,6 +79,15 @@ def status(name: str) -> int:
         if line.startswith(name):
             return int(line.split()[1]) * 1024
     raise ValueError(name)
+
+
+def phase_peaks(run: Path) -> dict[str, int]:
+    """Return the largest resident memory of each phase of a run; every phase resets VmHWM."""
+    peaks: dict[str, int] = {}
+    for line in (run / "timings.jsonl").read_text(encoding="utf-8").splitlines():
+        for phase, mb in json.loads(line)["peak_memory_mb_by_phase"].items():
+            peaks[phase] = max(peaks.get(phase, 0), round(mb * 2**20))
+    return peaks
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
@@ -117,7 +131,7 @@ def work(file: Path) -> None:
     loaded = status("VmHWM") - before
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     train(run)
-    peak = status("VmHWM") - before
+    phases = {name: size - before for name, size in phase_peaks(Path(tree["run"]["out_dir"])).items()}
     models: Any = run.models
     scorer: Any = run.reward.source.source.model  # type: ignore[attr-defined]
     modules = [m for m in (models.policy, models.reference, models.critic, scorer) if m is not None]
@@ -130,10 +144,11 @@ def work(file: Path) -> None:
     is_full = tree["policy"].get("lora") is None
     expected = formula(models.policy, roles=len(modules), trained=len(optimizers), is_full=is_full)
     parameters = sum(p.numel() for n, p in models.policy.named_parameters() if "lora_" not in n)
-    print(json.dumps({"peak": peak, "loading": loaded, "bytes": counted, "formula": expected, "named": parameters}))
+    row = {"peak": max(phases.values()), "loading": loaded, "bytes": counted, "formula": expected, "named": parameters}
+    print(json.dumps(row | {"phases": phases}))
 
 
-def measure(tree: dict[str, Any], folder: Path) -> dict[str, float]:
+def measure(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Run an arm in a process of its own and return what it held."""
     file = folder / "run.json"
     file.write_text(json.dumps(tree), encoding="utf-8")
@@ -147,7 +162,7 @@ def measure(tree: dict[str, Any], folder: Path) -> dict[str, float]:
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
@@ -163,7 +178,7 @@ def main(model: str, repeats: int = 1, steps: int = 2) -> None:
         if rlhf(["rm", str(folder / "reward.yaml")]):
             raise RuntimeError("the reward model was not trained")
         arms = [("ppo", "full"), ("ppo", "adapters"), ("grpo", "adapters")]
-        rows: dict[str, list[dict[str, float]]] = {f"{preset} {kind}": [] for preset, kind in arms}
+        rows: dict[str, list[dict[str, Any]]] = {f"{preset} {kind}": [] for preset, kind in arms}
         for _ in range(repeats):
             for preset, kind in arms:
                 rows[f"{preset} {kind}"].append(measure(run_tree(model, folder, preset, kind, steps), folder))

@@ -86,6 +86,10 @@ BROAD = Model(512, 3, 1376, 8, 2, 12288, tied=False)
 BIG_HEAD = Model(256, 3, 704, 4, 4, 24576, dtype="bfloat16")
 LONG = Model(256, 12, 688, 8, 4, 4096, tied=False)
 
+BF16 = {"policy.dtype": "bfloat16"}
+LORA = {"policy.lora.r": 8}
+NF4 = {"policy.weights": "nf4", **LORA}
+
 FITTED = (
     Case("sft medium", "sft", MEDIUM, {"batch.micro_batch_size": 8}, length=128),
     Case("sft medium bf16", "sft", MEDIUM, {"batch.micro_batch_size": 8, "policy.dtype": "bfloat16"}, length=128),
@@ -96,12 +100,14 @@ FITTED = (
     Case("dpo medium", "dpo", MEDIUM, {"batch.micro_batch_size": 8}, length=128),
     Case("reward model wide", "reward", WIDE, {"batch.micro_batch_size": 8}, length=128),
     Case("sft medium checkpointed", "sft", MEDIUM, {"policy.gradient_checkpointing": True}, length=256),
+    Case("sft big head nf4", "sft", BIG_HEAD, {"batch.micro_batch_size": 4, **NF4}, length=96),
+    Case("dpo narrow nf4", "dpo", NARROW, {"batch.micro_batch_size": 4, **NF4}, length=96),
+    Case("grpo big head nf4", "grpo", BIG_HEAD, {"batch.micro_batch_size": 8, **NF4}, length=32),
+    Case("grpo narrow", "grpo", NARROW, {"batch.micro_batch_size": 8}, length=48),
+    Case("grpo broad lora", "grpo", BROAD, {"batch.micro_batch_size": 8, **LORA}, prompt=64, length=48),
 )
 """Runs that were looked at while the formulas were written."""
 
-BF16 = {"policy.dtype": "bfloat16"}
-LORA = {"policy.lora.r": 8}
-NF4 = {"policy.weights": "nf4", **LORA}
 CASES = (
     Case("sft narrow", "sft", NARROW, {"batch.micro_batch_size": 8}, length=96),
     Case("sft broad", "sft", BROAD, {"batch.micro_batch_size": 4}, length=256),
@@ -124,8 +130,6 @@ CASES = (
         "reward model broad bf16", "reward", BROAD, {"batch.micro_batch_size": 4, "model.dtype": "bfloat16"}, length=192
     ),
     Case("reward model deep", "reward", LONG, {"batch.micro_batch_size": 8}, length=96),
-    Case("grpo narrow", "grpo", NARROW, {"batch.micro_batch_size": 8}, length=48),
-    Case("grpo broad lora", "grpo", BROAD, {"batch.micro_batch_size": 8, **LORA}, prompt=64, length=48),
     Case("grpo wide bf16", "grpo", BIG_HEAD, {"batch.micro_batch_size": 8, **BF16}, prompt=24, length=48),
     Case(
         "grpo deep without reference", "grpo", LONG, {"reference.measure": False, "algorithm.kl.coef": 0.0}, length=40
@@ -135,9 +139,6 @@ CASES = (
     Case("ppo broad lora", "ppo", BROAD, {"batch.micro_batch_size": 8, **LORA}, length=40),
     Case("ppo narrow bf16", "ppo", NARROW, {"batch.micro_batch_size": 8, **BF16}, prompt=48, length=40),
     Case("ppo wide shared", "ppo", BIG_HEAD, {"critic.shared": True, "batch.micro_batch_size": 8}, length=48),
-    Case("sft big head nf4", "sft", BIG_HEAD, {"batch.micro_batch_size": 4, **NF4}, length=96),
-    Case("dpo narrow nf4", "dpo", NARROW, {"batch.micro_batch_size": 4, **NF4}, length=96),
-    Case("grpo big head nf4", "grpo", BIG_HEAD, {"batch.micro_batch_size": 8, **NF4}, length=32),
     Case(
         "grpo big head nf4 without a copy",
         "grpo",

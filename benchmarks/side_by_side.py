@@ -11,6 +11,8 @@
     --rounds N             each round runs ours, then the peer, each in a process of its own
     --peer-settings ...    of defaults memory fastest (benchmarks/peers/trl_side.py says what each sets); each round
                            runs ours once and TRL once with each. Default: defaults memory
+    --lora R               adapters of rank R on every linear layer, from the same random numbers: sft reward dpo grpo
+    --clock wall|cpu       seconds of the clock, or of the processes' processor time where the machine has other work
     --whole                all rows of an optimizer step in one pass of ours, as in TRL's; otherwise our default of 16
     --json FILE            file for the figures, in addition to the terminal
 
@@ -44,7 +46,7 @@ import torch
 from floor import DTYPES, floors, mean_completion, measure
 from peers.options import add_work_options, describe, make_chosen_work, sizes_of, steps_of
 from peers.runs import SideResult, phase, run_side
-from peers.work import PEER_SETTINGS, TRAINERS, Job, Workload
+from peers.work import ADAPTED, PEER_SETTINGS, TRAINERS, Job, Workload
 
 GOALS = {  # TRL / ours
     "tiny": {"grpo": 2.5, "ppo": 2.5, "dpo": 1.8, "dpo_cached": 2.4, "reward": 1.5, "sft": 1.2},
@@ -259,9 +261,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--peer-settings", nargs="+", choices=PEER_SETTINGS, default=["defaults", "memory"])
+    parser.add_argument("--lora", type=int, metavar="R")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if options.lora is not None and not set(options.trainers) <= set(ADAPTED):
+        parser.error(f"--lora compares {' '.join(ADAPTED)}: name some of them with --trainers")
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(prefix="side-by-side-") as name:
         results = _run_all(options, Path(name))
@@ -274,6 +280,7 @@ def _run_all(options: argparse.Namespace, folder: Path) -> SideResult:
     workload = make_chosen_work(options, folder, steps, sizes)
     about = _about(options, steps)
     goals = options.size if options.model is None else f"model {options.dtype}"
+    goals = goals if options.lora is None else "adapters"
     rates = [ProductRates.measure(workload, options.device)]
     _write(f"{json.dumps(about)}\n{describe(workload, sizes)}\n\n{HEAD}")
     summaries: dict[str, dict[str, SideResult]] = {}
@@ -283,6 +290,7 @@ def _run_all(options: argparse.Namespace, folder: Path) -> SideResult:
             sys.stderr.write("ppo is left out: --ppo-peer-python is not given\n")
             continue
         job = Job(trainer, steps, str(folder), options.dtype, options.device, options.threads, sizes, options.whole)
+        job = replace(job, lora=options.lora, clock=options.clock)
         rounds = _run_rounds(options, job, python, folder)
         summaries[trainer] = {setting: summarize(job, workload, pairs) for setting, pairs in rounds.items()}
         for setting, summary in summaries[trainer].items():
@@ -315,6 +323,8 @@ def _about(options: argparse.Namespace, steps: int) -> SideResult:
         "device": options.device,
         "steps": steps,
         "rounds": options.rounds,
+        "lora": options.lora,
+        "clock": options.clock,
         "rows_in_a_pass_of_ours": "all" if options.whole else "16",
         "peer": versions(options.peer_python),
     }

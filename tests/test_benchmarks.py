@@ -276,9 +276,12 @@ def test_a_gguf_model_becomes_an_ordinary_folder(
     assert "quantization_config" not in (tmp_path / "policy" / "config.json").read_text()
 
 
-@pytest.mark.parametrize("script", ["side_by_side", "floor"])
+@pytest.mark.parametrize(
+    ("script", "more"), [("side_by_side", ""), ("side_by_side", "--lora 2 --clock cpu"), ("floor", "")]
+)
 def test_scripts_run_on_a_model_folder(
     script: str,
+    more: str,
     tmp_path: Path,
     modules: dict[str, ModuleType],
     chat_model: tuple[Path, Path],
@@ -301,7 +304,7 @@ def test_scripts_run_on_a_model_folder(
     length = "--steps 2 --threads 1 --trainers sft grpo"
     rest = {"side_by_side": "--peer-python python --rounds 1", "floor": ""}[script]
     where = ["--model", str(model), "--pairs", str(pairs), "--json", str(out)]
-    module.main([*where, *sizes.split(), *rest.split(), *length.split()])
+    module.main([*where, *sizes.split(), *rest.split(), *more.split(), *length.split()])
     figures, text = json.loads(out.read_text()), capsys.readouterr().out
     assert "tokens: 7 a prompt, 2 a completion of the data, at most 4" in text
     assert figures["about"]["size"] == "policy"

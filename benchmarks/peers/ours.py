@@ -10,7 +10,6 @@ import math
 import resource
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 
-from peers.work import LR, MICRO_BATCH, Job
+from peers.work import LR, MICRO_BATCH, Job, start_adapters
 from rlhf.config.files import merge
 from rlhf.config.load import load_reward_model, train_config
 from rlhf.data import datasets as stream
@@ -39,6 +38,7 @@ from rlhf.tracking.metrics import Metrics
 from rlhf.training import offline as offline_loop
 from rlhf.training import online as online_loop
 from rlhf.training.offline import train_offline
+from rlhf.training.online_run import OnlineRun
 from rlhf.training.reference import ReferenceAnnotator
 from rlhf.training.session import Session
 from rlhf.types import Completions, Prompts
@@ -50,7 +50,9 @@ REWARD = f"{Path(__file__).with_name('work.py')}:score"
 def tree_of(job: Job, out: Path) -> Tree:
     """Build the configuration of the run."""
     folder, sizes = Path(job.folder), job.sizes
-    policy = {"model": str(folder / "policy"), "lr": LR, "dtype": job.dtype}
+    policy: Tree = {"model": str(folder / "policy"), "lr": LR, "dtype": job.dtype}
+    if job.lora is not None:
+        policy["lora"] = {"r": job.lora, "alpha": 2 * job.lora}
     tree: Tree = {
         "run": {"out_dir": str(out), "device": job.device, "cache_dir": str(out / "cache")},
         "schedule": {"steps": job.steps, "decay": "constant"},
@@ -131,17 +133,17 @@ def run(job: Job, out: Path) -> dict[str, Any]:
 def _run(job: Job, out: Path, observations: Observations) -> dict[str, Any]:
     tree, screen = tree_of(job, out), io.StringIO()
     console = Console(file=screen)
-    began = time.perf_counter()
+    began = job.now()
     session, loop = _build(job, tree, out, console)
-    before = time.perf_counter() - began
-    marks = _marked(session, job.device)
+    before = job.now() - began
+    marks = _marked(session, job)
     loop()
     session.recorder.close()
     lines = [json.loads(line) for line in (out / "timings.jsonl").read_text(encoding="utf-8").splitlines()]
     tokens = [line["tokens_per_second"] * sum(line["seconds"].values()) for line in lines if line["step"] > 1]
     return {
         "steps": [b - a for a, b in itertools.pairwise(marks)],
-        "phases": [line["seconds"] for line in lines if line["step"] > 1],
+        "phases": [line["seconds"] for line in lines if line["step"] > 1 and job.clock == "wall"],
         "tokens": tokens,
         "generated": observations.generated[1:],
         "first": observations.updates[0],
@@ -160,8 +162,11 @@ def _build(job: Job, tree: Tree, out: Path, console: Console) -> tuple[Session, 
         (out / "job.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
         built = build_reward_model(load_reward_model(out / "job.yaml", []), console)
         _give_head(built.model, Path(job.folder) / "reward")
+        start_adapters(built.model)
         return built.run.session, lambda: train_offline(built.run)
     whole = build_run(train_config(tree), console)
+    models = whole.run.models if isinstance(whole.run, OnlineRun) else whole.run.loss.models
+    start_adapters(models.policy)
     return whole.session, whole.loop
 
 
@@ -185,9 +190,9 @@ def observed(job: Job) -> Iterator[Observations]:
         return WatchedSampler(plain_sampler(config, models, *rest, **more), models, job, seen.generated)
 
     def reference(annotator: ReferenceAnnotator, pairs: PairSet) -> AnnotatedPairSet:
-        began = time.perf_counter()
+        began = job.now()
         annotated = plain_reference(annotator, pairs)
-        seen.reference_seconds += time.perf_counter() - began
+        seen.reference_seconds += job.now() - began
         return annotated
 
     with contextlib.ExitStack() as patches:
@@ -239,15 +244,15 @@ class WatchedSampler:
         return replace(rows, sampler_logprobs=torch.cat([part.logprobs for part in passes]).to(device))
 
 
-def _marked(session: Session, device: str) -> list[float]:
+def _marked(session: Session, job: Job) -> list[float]:
     marks: list[float] = []
     report = session.report
 
     def marked(*args: Any, **kwargs: Any) -> None:
         report(*args, **kwargs)
-        if device == "cuda":
+        if job.device == "cuda":
             torch.cuda.synchronize()
-        marks.append(time.perf_counter())
+        marks.append(job.now())
 
     session.report = marked  # type: ignore[method-assign]
     return marks

@@ -22,7 +22,6 @@ import os
 import resource
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from peers.work import LR, MICRO_BATCH, ONLINE, PEER_BATCH, Job, Workload, score
+from peers.work import LR, MICRO_BATCH, ONLINE, PEER_BATCH, Job, Workload, score, start_adapters
 
 COMMON = {
     "report_to": "none",
@@ -59,14 +58,14 @@ COMMON = {
 class Marks(TrainerCallback):
     """When each step ended."""
 
-    def __init__(self, device: str) -> None:
-        self.device, self.times = device, []
+    def __init__(self, job: Job) -> None:
+        self.job, self.times = job, []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """See TrainerCallback."""
-        if self.device == "cuda":
+        if self.job.device == "cuda":
             torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
+        self.times.append(self.job.now())
 
 
 class Generation:
@@ -88,11 +87,11 @@ class Generation:
         plain = GenerationMixin.generate
 
         def timed(model: Any, *args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            began = self.job.now()
             output = plain(model, *args, **kwargs)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self.seconds.append(time.perf_counter() - began)
+            self.seconds.append(self.job.now() - began)
             output = self._replayed(model, output, kwargs) if self.replay else output
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             self.tokens.append(self._count(sequences[:, kwargs["input_ids"].shape[1] :]))
@@ -162,6 +161,16 @@ def checkpointing(job: Job) -> dict[str, bool]:
     return {} if job.peer == "defaults" else {"gradient_checkpointing": job.peer == "memory"}
 
 
+def adapters(job: Job, task: str = "CAUSAL_LM") -> dict[str, Any]:
+    """Return the adapters as TRL takes them; nothing where all weights are trained."""
+    if job.lora is None:
+        return {}
+    from peft import LoraConfig
+
+    settings = LoraConfig(r=job.lora, lora_alpha=2 * job.lora, target_modules="all-linear", task_type=task)
+    return {"peft_config": settings}
+
+
 def trainer_of(job: Job, out: str) -> Any:
     """Build the trainer with its data and models as `job` says."""
     folder, sizes, passes = Path(job.folder), job.sizes, passes_of(job)
@@ -198,18 +207,22 @@ def trainer_of(job: Job, out: str) -> Any:
 
         flags = {"padding_free": True, "max_length": None} if job.peer == "memory" else {}
         args = SFTConfig(**{**offline, **flags})
-        return SFTTrainer(model(), args=args, train_dataset=rows("sft"), processing_class=tokenizer)
+        return SFTTrainer(model(), args=args, train_dataset=rows("sft"), processing_class=tokenizer, **adapters(job))
     if job.trainer == "reward":
         from trl import RewardConfig, RewardTrainer
 
         return RewardTrainer(
-            judge(), args=RewardConfig(**offline), train_dataset=rows("pairs"), processing_class=tokenizer
+            judge(),
+            args=RewardConfig(**offline),
+            train_dataset=rows("pairs"),
+            processing_class=tokenizer,
+            **adapters(job, "SEQ_CLS"),
         )
     if job.trainer.startswith("dpo"):
         from trl import DPOConfig, DPOTrainer
 
         args = DPOConfig(**offline, precompute_ref_log_probs=job.trainer == "dpo_cached")
-        return DPOTrainer(model(), args=args, train_dataset=rows("pairs"), processing_class=tokenizer)
+        return DPOTrainer(model(), args=args, train_dataset=rows("pairs"), processing_class=tokenizer, **adapters(job))
     if job.trainer in ("grpo", "rloo"):
         from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -224,7 +237,9 @@ def trainer_of(job: Job, out: str) -> Any:
         }
         if job.trainer == "grpo":
             args = GRPOConfig(**groups, beta=0.0, loss_type="grpo", scale_rewards="none")
-            return GRPOTrainer(model(), score, args=args, train_dataset=rows("prompts"), processing_class=tokenizer)
+            return GRPOTrainer(
+                model(), score, args=args, train_dataset=rows("prompts"), processing_class=tokenizer, **adapters(job)
+            )
         return RLOOTrainer(
             model(),
             score,
@@ -279,11 +294,12 @@ def main() -> None:
     torch.set_num_threads(job.threads)
     with tempfile.TemporaryDirectory(prefix="trl-bench-") as out, contextlib.redirect_stdout(sys.stderr):
         trainer = trainer_of(job, out)
-        marks = Marks(job.device)
+        marks = Marks(job)
+        start_adapters(trainer.model)
         trainer.add_callback(marks)
         first = watch_first_update(trainer, passes_of(job))
         generation = Generation(job, trainer.processing_class.eos_token_id)
-        began = time.perf_counter()
+        began = job.now()
         with generation.watched():
             trainer.train()
     calls = max(1, len(generation.seconds) // max(1, job.steps))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 MICRO_BATCH = 16  # rows in a pass of ours by default, and of the peer's with its memory flags
 PEER_BATCH = 8  # rows in a pass of the peer by default (per_device_train_batch_size)
 PEER_SETTINGS = ("defaults", "memory", "fastest")
+ADAPTED = ("sft", "reward", "dpo", "dpo_cached", "grpo")  # what --lora compares
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,13 @@ class Job:
     whole: bool = False  # our passes have all rows of an optimizer step, as TRL's do, instead of our default's 16
     peer: str = "defaults"  # the settings of the peer, one of PEER_SETTINGS; trl_side.py says what each sets
     replay: bool = True  # the first step learns from written completions instead of the sampled ones (online)
+    lora: int | None = None  # rank of the adapters on every linear layer; None: all weights are trained
+    clock: str = "wall"  # or cpu: the processor time of the process, where other programs take their turns
     overrides: dict[str, Any] = field(default_factory=dict)  # of our configuration
+
+    def now(self) -> float:
+        """Read the clock, in seconds."""
+        return time.process_time() if self.clock == "cpu" else time.perf_counter()
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
@@ -108,6 +116,15 @@ class Job:
         """Read what `write` wrote."""
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         return cls(**{**content, "sizes": Sizes(**content["sizes"])})
+
+
+def start_adapters(model: torch.nn.Module) -> None:
+    """Draw the random half of every adapter again, so that both sides start from the same numbers."""
+    with torch.no_grad():
+        for number, (_, weight) in enumerate(item for item in model.named_parameters() if "lora_A" in item[0]):
+            generator = torch.Generator().manual_seed(number)
+            drawn = torch.empty(weight.shape).uniform_(-1, 1, generator=generator)
+            weight.copy_(drawn * weight.shape[1] ** -0.5)
 
 
 def llama_config(shape: str) -> LlamaConfig:
