@@ -1,0 +1,96 @@
+"""The benchmark of agents at toy size: the play to imitate, a whole cell, the table."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    names = ("agent_tasks", "agents_learn")
+    yield {name: importlib.import_module(name) for name in names}
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def roles(game: dict[str, Any]) -> list[str]:
+    return [message["role"] for message in game["messages"]]
+
+
+PACKAGES = {"sorting": "reasoning_gym", "secretary": "textarena"}
+
+
+@pytest.mark.parametrize("name", ["guess_7", "guess_20", "calculator", "no_tool", *PACKAGES])
+def test_play_to_imitate_has_the_form_of_episodes(modules: dict[str, ModuleType], name: str) -> None:
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
+    task = modules["agent_tasks"].TASKS[name]
+    games = task.games(20, seed=0)
+    assert games == task.games(20, seed=0) != task.games(20, seed=1)
+    for game in games:
+        turns = len(game["messages"]) // 2
+        assert 1 <= turns <= task.turns
+        assert roles(game) == ["user", "assistant"] * turns
+
+
+def test_sums_that_are_held_out_are_no_others(modules: dict[str, ModuleType]) -> None:
+    task = modules["agent_tasks"].TASKS["calculator"]
+    learned, held_out = ({row["sum"] for row in task.rows(3000, held_out=part)} for part in (False, True))
+    assert len(held_out) > 1000
+    assert not learned & held_out
+
+
+def test_calls_that_are_imitated_are_those_that_the_tools_take(modules: dict[str, ModuleType]) -> None:
+    games = modules["agent_tasks"].TASKS["calculator"].games(60, seed=0)
+    assert {len(game["messages"]) for game in games} == {4, 6}  # stopped after the first step, and worked out
+    assert not any("error" in message["content"] for game in games for message in game["messages"][1:])
+
+
+def test_a_cell_is_run_once(
+    tmp_path: Path, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark, out = modules["agents_learn"], tmp_path / "out.json"
+    monkeypatch.setattr(benchmark, "GAMES", 64)
+    monkeypatch.setattr(benchmark, "HELD_OUT_EPISODES", 16)
+    monkeypatch.setitem(benchmark.COMMON, "schedule", {"steps": 2, "warmup_steps": 0, "decay": "constant"})
+    command = [
+        "agents_learn.py",
+        "--tasks",
+        "guess_7",
+        "--seeds",
+        "0",
+        "--work",
+        str(tmp_path / "w"),
+        "--out",
+        str(out),
+    ]
+    monkeypatch.setattr(sys, "argv", command)
+    benchmark.main()
+    cell = json.loads(out.read_text())["cells"]["guess_7/0"]
+    assert list(cell) == list(benchmark.MODELS)
+    assert all(0 <= model["success"] <= 1 for model in cell.values())
+    assert cell["ppo"]["sampled_tokens"] >= 2 * 2 * 128  # a token and its end, at least, in each episode of two steps
+    capsys.readouterr()
+    benchmark.main()
+    assert capsys.readouterr().out.splitlines()[2].startswith("| guess_7 | ")  # nothing but the table
+
+
+def test_the_table_has_intervals_over_seeds(modules: dict[str, ModuleType]) -> None:
+    def cell(*values: float) -> dict[str, dict[str, float]]:
+        return {name: {"success": value} for name, value in zip(("start", "sft", "ppo", "grpo"), values, strict=True)}
+
+    cells = {"guess_7/0": cell(0.2, 0.3, 0.8, 0.7), "guess_7/1": cell(0.4, 0.3, 1.0, 0.9), "guess_7/2": {"start": {}}}
+    row = modules["agents_learn"].table(cells).splitlines()[2]
+    assert row == "| guess_7 | 30 [0, 100] | 30 [30, 30] | 90 [0, 100] | 80 [0, 100] |"
+    assert modules["agents_learn"].interval([0.2, 0.3, 0.4]) == "30 [5, 55]"  # 4.303 * 0.1 / sqrt(3) = 0.248
