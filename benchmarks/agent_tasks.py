@@ -37,7 +37,7 @@ class Task:
     play: Play
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     row: Callable[[int], dict[str, Any]] = lambda number: {"prompt": "Play."}
-    epochs: int = 2  # of imitation, before anything else
+    epochs: int = 4  # of imitation, before anything else
     settings: Mapping[str, Any] = field(default_factory=dict)  # of its runs, over the common ones
 
     def rows(self, count: int, *, held_out: bool = False) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ class Task:
 def guess(
     read: list[str], row: Mapping[str, Any], draw: random.Random, *, highest: int = 20, good: float = GOOD
 ) -> str:
-    """Guess any number; a share of the guesses, `good`, heed all answers so far."""
+    """Choose any number; a share of the guesses, `good`, heed all answers so far."""
     low, high = 1, highest
     for number, answer in zip(map(int, read[1::2]), read[2::2], strict=True):
         low, high = (max(low, number + 1), high) if answer == "Higher." else (low, min(high, number - 1))
@@ -94,7 +94,7 @@ def numbers_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def calculate(read: list[str], row: Mapping[str, Any], draw: random.Random) -> str:
-    """Work a sum out by calls of tools; most stop after the first step and give its result as the answer."""
+    """Compute a sum by calls of tools; most stop after the first step and give its result as the answer."""
     a, b, c = numbers_of(row)
     if len(read) == 1:
         return f'<tool>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool>'
@@ -125,7 +125,7 @@ class Mental:
 
 
 def accept_or_not(read: list[str], row: Mapping[str, Any], draw: random.Random) -> str:
-    """Accept or refuse by the toss of a coin."""
+    """Choose to accept or refuse by the toss of a coin."""
     return draw.choice(("[accept]", "[continue]"))
 
 

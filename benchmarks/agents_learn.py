@@ -45,7 +45,7 @@ TEMPLATE = (
     "{{ '<end>' if message['role'] == 'assistant' else '\\n' }}{% endfor %}"
 )
 HELD_OUT_EPISODES = 512
-GAMES = 2000  # to imitate
+GAMES = 512  # to imitate
 CURVE_STEPS = 10  # of training, whose mean return is a point of the curve
 T_OF_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t for an interval of 95 %, by the number of seeds
 MODELS = ("start", "sft", "ppo", "grpo")
@@ -57,7 +57,7 @@ COMMON: dict[str, Any] = {
     "sampling": {"batch_size": 512},
     "algorithm": {"kl": {"coef": 0.01}},
     "batch": {"epochs": 1, "minibatches": 4, "micro_batch_size": 64},
-    "schedule": {"steps": 80, "warmup_steps": 0, "decay": "constant"},
+    "schedule": {"steps": 40, "warmup_steps": 0, "decay": "constant"},
     "checkpoint": {"every": 0},
 }
 ARMS: dict[str, dict[str, Any]] = {
@@ -111,8 +111,8 @@ def imitate(model: Path, games: list[dict[str, Any]], folder: Path, seed: int, e
         quiet=True,
         run={"device": "cpu", "seed": seed},
         policy={"lr": 2e-3},
-        batch={"prompts_per_step": 64, "micro_batch_size": 64},
-        schedule={"epochs": epochs, "warmup_steps": 10, "decay": "cosine"},
+        batch={"prompts_per_step": 32, "micro_batch_size": 32},
+        schedule={"epochs": epochs, "warmup_steps": 0},
         checkpoint={"every": 0},
         **{"data.holdout": None, "data.sft.max_tokens": 512},
     )

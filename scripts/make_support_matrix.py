@@ -66,7 +66,7 @@ CLOSING = """\
   transformers' `generate`, rows of one prompt length together. So log-probabilities equal the model's without
   a cache.
 - **Pad tokens.** Masks are made from lengths, so it does not matter which token pads a row. A model without a pad
-  token, or with EOS as its pad token, works as it is.
+  token, or with EOS as its pad token, works without changes.
 """
 
 
