@@ -57,7 +57,7 @@ COMMON: dict[str, Any] = {
     "sampling": {"batch_size": 512},
     "algorithm": {"kl": {"coef": 0.01}},
     "batch": {"epochs": 1, "minibatches": 4, "micro_batch_size": 64},
-    "schedule": {"steps": 40, "warmup_steps": 0, "decay": "constant"},
+    "schedule": {"steps": 120, "warmup_steps": 0, "decay": "constant"},
     "checkpoint": {"every": 0},
 }
 ARMS: dict[str, dict[str, Any]] = {
