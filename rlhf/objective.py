@@ -106,7 +106,7 @@ class Objective:
         return {"value": config.coef * _weighted_sum(per_token, widen(mask), mask)}, metrics
 
     def _reweighted(self, penalty: Float[Tensor, "B T"], ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Weight the penalty of tokens drawn from mu, so that its expected gradient is that of KL(pi || pi_ref).
+        """Weight the penalty so that its expected gradient, over tokens of mu, is the gradient of KL(pi || pi_ref).
 
         With rho = pi / mu, mu the sampler: pi_old, or an older policy, or a server. The mean of k3 is the KL, so its
         weight is differentiated too:  grad E_mu[rho k3] = grad KL.  The mean of k2 is not, but the mean of its gradient

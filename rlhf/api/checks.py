@@ -176,7 +176,7 @@ def suite_settings(
 
 
 def _options_of(suite: type[Suite], name: str, options: Mapping[str, object]) -> Tree:
-    """Return the settings that options of the command line give, by key; those of None are left out."""
+    """Return the settings that the command line's options stand for; options that were not given are left out."""
     tree: Tree = {}
     for key, value in options.items():
         if value is None:

@@ -180,7 +180,7 @@ def head(shape: Shape, rows: Rows, how: Arithmetic, *, trained: bool) -> Head:
     kept = m if m * v <= limit else limit // (size * v) * size
     chunk = size * v * max(FLOAT, how.wide)
     forward = chunk if kept == m else 3 * chunk
-    two = min(m, 2 * size) * v * max(FLOAT, how.wide)  # a chunk's gradients, while those of the one before are there
+    two = min(m, 2 * size) * v * max(FLOAT, how.wide)  # two chunks' gradients: the former chunk's are freed late
     return Head(states + kept * v * max(FLOAT, how.wide), forward, two + m * shape.hidden * how.wide + gradient)
 
 

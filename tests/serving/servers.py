@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,14 @@ def service_of(model: Path, kind: type[PolicyService] = PolicyService, **options
     return kind(load_causal_lm(str(model)), dtype="float32", device=CPU, **options)
 
 
-@contextmanager
-def listening(service: Any, port: int = 0, token: str | None = None) -> Iterator[str]:
+def listening(service: Any, port: int = 0, token: str | None = None) -> AbstractContextManager[str]:
     """The address of a server that answers for `service` inside the body."""
-    server: ThreadingHTTPServer = make_policy_server(service.answer, "127.0.0.1", port, token=token)
+    return serving(make_policy_server(service.answer, "127.0.0.1", port, token=token))
+
+
+@contextmanager
+def serving(server: ThreadingHTTPServer) -> Iterator[str]:
+    """The address of a server that answers inside the body."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from runs import make_model
-from servers import CPU, listening, service_of
+from servers import CPU, listening, service_of, serving
 from torch import Tensor
 
 from rlhf.errors import SamplingError
@@ -68,8 +67,7 @@ def drawn(pool: ServerPool, policy: PushedPolicy) -> list[list[int]]:
         return pool.generate([ask()], policy)[0].ids
 
 
-@contextmanager
-def answering(status: int, body: str = "{}") -> Iterator[str]:
+def answering(status: int, body: str = "{}") -> AbstractContextManager[str]:
     """The address of a server that has one answer to everything."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -83,15 +81,7 @@ def answering(status: int, body: str = "{}") -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
 
 
 @pytest.mark.parametrize("status", [408, 429, 502, 503, 504])
