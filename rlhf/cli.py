@@ -507,12 +507,13 @@ def _compare(parsed: argparse.Namespace, console: Console) -> int:
     from rlhf.comparison.plan import make_plan
     from rlhf.config.files import locate_config
     from rlhf.config.load import load_compare
-    from rlhf.data.paths import Lookups
+    from rlhf.data.paths import Lookups, check_targets
     from rlhf.lab.build import PREFIX
 
     config, folder = load_compare(parsed.target, parsed.overrides), locate_config(parsed.target).parent
     plan = make_plan(config, beside=folder, lab_files=False)  # making them takes torch
-    check_arm_files(plan, Lookups(later=None if config.lab is None else Path(config.lab.folder), prefix=PREFIX))
+    lookups = Lookups(later=None if config.lab is None else Path(config.lab.folder), prefix=PREFIX)
+    check_arm_files(plan, lookups, check_targets)
 
     from rlhf.api.comparing import failed_arms, run_compare
 

@@ -11,6 +11,7 @@ from runs import prompts_file, quiet
 
 from rlhf.api.checks import check_arm_files
 from rlhf.api.comparing import check_arms, run_compare
+from rlhf.cli import main
 from rlhf.comparison.plan import make_plan
 from rlhf.config.load import compare_config, load_compare
 from rlhf.data.paths import Lookups
@@ -109,6 +110,16 @@ def test_the_hub_is_asked_once_for_a_model_of_all_arms(folder: Path, monkeypatch
     monkeypatch.setattr("rlhf.data.paths._not_on_hub", asked.append)
     check_arms(plan_of(compare_tree(folder, start="owner/name", seeds=[0, 1, 2])))
     assert asked == ["owner/name"]
+
+
+def test_the_command_names_a_missing_file_of_a_loss_before_any_file_of_the_lab_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    loss = "arms.ppo.algorithm.policy_loss={type: function, target: 'mine.py:kubic'}"
+    assert main(["compare", str(ROOT / "configs" / "lab" / "compare_quick.yaml"), loss]) != 0
+    assert "error: arms.ppo: no algorithm.policy_loss file 'mine.py'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_of_the_lab_are_made_later_and_not_missed() -> None:
