@@ -80,7 +80,7 @@ class ChatModel:
         return f"the judge {self.config.model} at {self.config.base_url}"
 
     def ask(self, questions: Sequence[str]) -> list[str]:
-        """Return an answer to each question, in order; an answer without text is empty.
+        """Return an answer to each question, in order; an answer without text is empty, and is not cached.
 
         Answers received before an error or an interruption stay in the cache.
 
@@ -135,6 +135,8 @@ class ChatModel:
         from rlhf.tracking.run_folder import write_atomically
 
         answer = self._parse_content(self.poster.post(body))
+        if not answer.strip():  # a server's slip is not kept for good
+            return answer
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps({"model": self.config.model, "answer": answer}, ensure_ascii=False) + "\n")

@@ -132,6 +132,14 @@ def test_an_answer_without_text_is_empty(tmp_path: Path) -> None:
         assert model(server.url, tmp_path).ask(["a"]) == [""]
 
 
+def test_an_answer_without_text_is_asked_anew_the_next_time(tmp_path: Path) -> None:
+    with serving(lambda n, _question: "8" if n else " ") as server:
+        assert model(server.url, tmp_path).ask(["a"]) == [" "]
+        assert model(server.url, tmp_path).ask(["a"]) == ["8"]
+        assert model(server.url, tmp_path).ask(["a"]) == ["8"]
+        assert len(server.requests) == 2
+
+
 def test_the_key_is_in_no_file_and_no_error(tmp_path: Path) -> None:
     with serving(lambda n, _q: (401, f"wrong key {SECRET}".encode()) if n else "fine") as server:
         judge = model(server.url, tmp_path, {"KEY": SECRET}, api_key_env="KEY", concurrency=1)
