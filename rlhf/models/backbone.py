@@ -28,10 +28,11 @@ from rlhf.data.tokenizer import (
 )
 from rlhf.errors import ModelError
 from rlhf.models.adapters import base_model, is_adapted
+from rlhf.models.kernels.quantized import KINDS
 from rlhf.models.lora import Dropout, peft_settings, quiet_peft, train_saved_modules
-from rlhf.models.stored import make_dense, store_weights
+from rlhf.models.stored import make_dense, quantize_layer, store_weights
 from rlhf.models.text_config import text_config
-from rlhf.models.weight_files import load_split, local_folder
+from rlhf.models.weight_files import load_by_module, load_split, local_folder
 from rlhf.runtime.engine import Engine
 
 if TYPE_CHECKING:
@@ -116,12 +117,13 @@ def load_causal_lm(
     dtype: str = "float32",
     trust_remote_code: bool = False,
     engine: Engine | None = None,
-    as_published: bool = False,
+    kept: str = "auto",
 ) -> PreTrainedModel:
     """Load a causal LM from a folder, GGUF file or hub id; an adapter is merged into its base.
 
-    Where `engine` splits weights over the ranks, each loads its own part only (see rlhf.models.weight_files). With
-    `as_published` weights have the dtype of the files, for `store_weights`, so that float32 ones never exist.
+    Where `engine` splits weights over the ranks, each loads its own part only (see rlhf.models.weight_files). For
+    `store_weights`, which comes after, `kept` says how it will keep the weights: 16-bit files are then not widened, and
+    layers for int8 and nf4 are quantized one by one as they are read, where the files allow it.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -132,11 +134,13 @@ def load_causal_lm(
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     try:
         model = _load_split(location, config, dtype, trust_remote_code, engine)
+        if model is None and kept in KINDS:
+            model = _load_quantized(location, config, kept, trust_remote_code)
         if model is None:
             model = AutoModelForCausalLM.from_pretrained(
                 location.name,
                 config=config,
-                dtype="auto" if as_published else weight_dtype(dtype),
+                dtype=weight_dtype(dtype) if kept == "auto" else "auto",
                 trust_remote_code=trust_remote_code,
                 **_gguf_arguments(location),
             )
@@ -161,6 +165,22 @@ def _load_split(
         return model
 
     return load_split(make, local_folder(location), engine)
+
+
+def _load_quantized(
+    location: ModelLocation, config: HfConfig, kept: str, trust_remote_code: bool
+) -> PreTrainedModel | None:
+    if location.gguf is not None:
+        return None
+
+    def make() -> PreTrainedModel:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return model
+
+    def finish(model: PreTrainedModel, name: str, part: nn.Module) -> None:
+        quantize_layer(model, name, part, kept)
+
+    return load_by_module(make, local_folder(location), finish)
 
 
 def train_pad_embedding(model: PreTrainedModel) -> PreTrainedModel:

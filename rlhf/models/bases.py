@@ -53,8 +53,8 @@ class Bases:
         place = str(Path(path).resolve()) if Path(path).exists() else path
         key = _Key(place, kind, "float64" if dtype == "float64" else "float32", trust_remote_code)
         if key not in self.loaded:
-            narrow = kind != "float32" and dtype != "float64"
-            base = load_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, as_published=narrow)
+            kept = "auto" if kind == "float32" or dtype == "float64" else kind
+            base = load_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, kept=kept)
             self.loaded[key] = move_to(store_weights(freeze(base), kind), self.engine.device)
         return twin(self.loaded[key])
 

@@ -31,14 +31,19 @@ def store_weights(model: M, weights: str) -> M:
     int8, nf4: linear layers are quantized; embeddings, and a head that shares its weight with one, are in bfloat16.
     The model is changed in place; adapters come after.
     """
-    head = _head(model)
     if weights in KINDS:
         for name, part in list(model.named_modules()):
-            if type(part) is nn.Linear and part is not head and name.rpartition(".")[2] != SCALAR_HEAD:
-                _replace(model, name, KINDS[weights](part))
+            quantize_layer(model, name, part, weights)
     rounded = _round(model) if weights == "bfloat16" or weights in KINDS else set()
     _widen(model, but=rounded)  # last: a model that is loaded in 16 bits is never in float32 as a whole
     return model
+
+
+@torch.no_grad()
+def quantize_layer(model: nn.Module, name: str, part: nn.Module, weights: str) -> None:
+    """Store a module of `model` in int8 or nf4, in place, if `store_weights` quantizes such a layer."""
+    if type(part) is nn.Linear and part is not _head(model) and name.rpartition(".")[2] != SCALAR_HEAD:
+        _replace(model, name, KINDS[weights](part))
 
 
 SCALAR_HEAD = "score"  # of a classifier; its scores need float32

@@ -7,6 +7,7 @@ then, weight after weight, each rank reads from the files the elements that are 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,6 +200,52 @@ def load_split(
     if folder is not None and model.can_generate():
         model.generation_config = _generation_config(folder) or model.generation_config
     _SPLIT.add(model)
+    model.eval()
+    return model
+
+
+def load_by_module(
+    make: Callable[[], PreTrainedModel], folder: Path | None, finish: Callable[[PreTrainedModel, str, nn.Module], None]
+) -> PreTrainedModel | None:
+    """Load a model a module at a time, in the dtypes of its files; None if only the whole model can be loaded.
+
+    Args:
+        make: builds the model from its configuration; called with parameters that get no memory.
+        folder: the folder of its safetensors files; None if it is not on this machine.
+        finish: gets the model and each module with its name, as soon as the module's own weights are there.
+
+    Raises:
+        ModelError: a file ends too early.
+    """
+    files = {} if folder is None else read_headers(folder)
+    if folder is None or not files:
+        return None
+    with init_empty_weights(include_buffers=False):
+        model = make()
+    model.tie_weights()
+    stored = WeightFiles(folder, files)
+    names = _stored_names(model, stored, ())
+    if isinstance(names, str):
+        return None
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    stored_as = {id(parameter): names[name] for name, parameter in model.named_parameters()}
+    tied: dict[int, nn.Parameter] = {}
+    for name in [name for name, _ in model.named_modules()]:  # names alone: a module that is replaced has to go
+        module = model.get_submodule(name)
+        for own, empty in module._parameters.items():
+            if empty is None:
+                continue
+            loaded = tied.get(id(empty))
+            if loaded is None:
+                numbers = stored.read(stored_as[id(empty)]).reshape(empty.shape)
+                loaded = nn.Parameter(numbers, requires_grad=False)
+            if uses[id(empty)] > 1:
+                tied[id(empty)] = loaded
+            module._parameters[own] = loaded
+        finish(model, name, module)
+    _load_buffers(model, stored)
+    if model.can_generate():
+        model.generation_config = _generation_config(folder) or model.generation_config
     model.eval()
     return model
 

@@ -82,6 +82,12 @@ def _checkpointing(config: RunConfiguration) -> dict[str, Any]:
     }
 
 
+def _adapter_alone(config: RunConfiguration) -> dict[str, Any]:
+    name = _sections(config)[0]
+    section = getattr(config, name)
+    return {f"{name}.export": "adapter"} if section.lora is not None and section.export == "merged" else {}
+
+
 def _micro_batch(config: RunConfiguration) -> dict[str, Any]:
     batch = config.batch
     if batch.micro_batch_tokens is not None:
@@ -191,6 +197,7 @@ CURES = (
     Cure("moments off the GPU between updates", "copies twice a step", _offload("optimizer")),
     Cure("moments in 8 bits", "none to speak of; needs bitsandbytes", _small_moments),
     Cure("adapters (LoRA)", "trains fewer directions; another learning rate", _adapters),
+    Cure("export the adapter alone", "it is loaded with its base", _adapter_alone),
     Cure("frozen weights in 16 bits", "a rounding of frozen weights", _frozen_in("bfloat16")),
     Cure("frozen weights in 4 bits", "a coarser rounding, and time to widen them", _frozen_in("nf4")),
     Cure("no copy of the weights for sampling", "slower sampling, through the model's own modules", _live_weights),

@@ -95,6 +95,8 @@ class Layout:
     """Whether the sampler has a copy of the policy's weights."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """What leaves the GPU between its uses; nothing on a CPU."""
+    merges: bool = True
+    """Whether the exported model has trained adapters merged into its weights."""
     halves_annotate: bool = False
     """Whether a pass of annotate that runs out of memory is halved."""
     ahead: int = 0
@@ -194,13 +196,14 @@ class _Planner:
             size, adapters = wide, shape.adapters(lora.r, adapter_targets(lora.target_modules))
             adapters += 0 if head else shape.hidden
             weights, trained = self.frozen_bytes(shape, kept, head=head, dtype=dtype, over=True), adapters
+        is_narrow = kept not in ("auto", "float32") and (self.device == "cuda" or lora is not None)  # as it is read
         return Role(
             name=name,
             shape=shape,
             how=self.arithmetic(shape, dtype=dtype, entropy=entropy),
             base=f"{base_model(path)} {kept}",
             weights=weights,
-            loaded=weights if self.device == "cuda" and kept != "auto" else max(weights, numbers * wide),
+            loaded=weights if is_narrow else max(weights, numbers * wide),
             kept=kept,
             adapters=adapters,
             trained=trained,
@@ -382,6 +385,7 @@ class _Planner:
             device=self.device,
             processes=self.processes,
             sharding=self.config.sharding,
+            merges=trained_section(self.config).export != "adapter",
             notes=tuple(dict.fromkeys(self.notes)),
             **fields,
         )

@@ -286,9 +286,14 @@ class _Memory:
         yield _Moment({states: one + max(working, embedding)}, at_start=False)
 
     def export(self) -> Parts:
-        """Return what writing the trained model needs: a copy in the dtype of its files; merged first if adapted."""
+        """Return what writing the trained model needs: a copy in the dtype of its files; merged first if adapted.
+
+        Adapters alone (`policy.export=adapter`) are small and need no copy of the base.
+        """
         role = self.layout.roles[0]
         parts = self.resting("export")
+        if role.adapters and not self.layout.merges:
+            return parts
         merged = role.shape.parameters * SIZES["float32"] if role.adapters else 0.0
         stored = SIZES.get(role.shape.stored, SIZES["float32"])
         copy = role.shape.parameters * stored if stored < role.how.wide else 0.0

@@ -316,3 +316,20 @@ def test_the_sampler_copies_the_lm_head_through_float32(monkeypatch: pytest.Monk
     kinds = rollout(GPU, policy__dtype="bfloat16", policy__weights="nf4")
     assert kinds["logits"] == head_size * 1.5  # in float32, and the new copy in 16 bits before it takes its place
     assert "KV cache" in kinds
+
+
+def test_an_adapter_that_is_exported_alone_needs_no_merged_copy() -> None:
+    lora: dict[str, Any] = {"r": 8}
+    merged = planned("dpo", policy__lora=lora)
+    alone = planned("dpo", policy__lora=lora, policy__export="adapter")
+    policy = merged.layout.roles[0]
+    stored = 2.0 * policy.shape.parameters  # the files are in bfloat16
+    assert merged.memory.of("export") - alone.memory.of("export") == 4.0 * policy.shape.parameters + stored
+    assert alone.memory.of("update") == merged.memory.of("update")
+
+
+def test_a_4_bit_base_is_never_loaded_in_more_bits() -> None:
+    quantized = planned("dpo", policy__lora={"r": 8}, policy__weights="nf4")
+    policy = quantized.layout.roles[0]
+    assert policy.loaded == policy.weights < policy.shape.parameters * 2.0
+    assert quantized.memory.of("load") < quantized.memory.of("update")
