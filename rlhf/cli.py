@@ -466,8 +466,9 @@ def _train(parsed: argparse.Namespace, console: Console) -> None:
     config = _checked(load_train(parsed.target, parsed.overrides), console)
     if config is not None:
         from rlhf.api.training import run_train
+        from rlhf.report.terminal import Terminal
 
-        run_train(config, console)
+        run_train(config, Terminal(console))
 
 
 def _reward(parsed: argparse.Namespace, console: Console) -> None:
@@ -476,8 +477,9 @@ def _reward(parsed: argparse.Namespace, console: Console) -> None:
     config = _checked(load_reward_model(parsed.target, parsed.overrides), console)
     if config is not None:
         from rlhf.api.training import run_reward_model
+        from rlhf.report.terminal import Terminal
 
-        run_reward_model(config, console)
+        run_reward_model(config, Terminal(console))
 
 
 def _checked(config: Any, console: Console) -> Any:  # of one class, which is too slow to import here
@@ -515,8 +517,9 @@ def _compare(parsed: argparse.Namespace, console: Console) -> int:
     check_arm_files(plan, Lookups(later=None if config.lab is None else Path(config.lab.folder), prefix=PREFIX))
 
     from rlhf.api.comparing import failed_arms, run_compare
+    from rlhf.comparison.terminal import ComparisonTerminal
 
-    run_compare(config, beside=folder, console=console)
+    run_compare(config, beside=folder, view=ComparisonTerminal(console))
     failed = failed_arms(config.out_dir)
     if failed:
         message = f"failed: {', '.join(failed)} (the table has the reason); the same command tries them again"

@@ -18,6 +18,7 @@ from rlhf.config.files import merge, parse_overrides
 from rlhf.config.load import train_config
 from rlhf.factory.offline import build_offline
 from rlhf.factory.online import build_online
+from rlhf.report.terminal import Terminal
 from rlhf.training.offline import OfflineRun, train_offline
 from rlhf.training.online import train
 from rlhf.training.online_run import OnlineRun
@@ -35,8 +36,8 @@ def count_words(*, prompts: list[str], completions: list[str], references: list[
     return [float(words.count("good")) for words in map(str.split, completions)]
 
 
-def quiet() -> Console:
-    return Console(file=io.StringIO(), width=200)
+def quiet() -> Terminal:
+    return Terminal(Console(file=io.StringIO(), width=200))
 
 
 def make_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
