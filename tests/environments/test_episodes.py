@@ -176,11 +176,12 @@ def _close(run: OnlineRun) -> None:
     run.session.recorder.close()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("how", ["raise", "hang", "nan", "four", "exit"])
+@pytest.mark.parametrize(
+    ("how", "workers"),
+    [("raise", 0), ("hang", 0), ("nan", 0), ("four", 0), ("raise", 2), ("hang", 2), ("exit", 2)],
+)
 def test_a_failing_environment_is_counted_and_nothing_else_is_lost(tmp_path: Path, how: str, workers: int) -> None:
-    if how == "exit" and workers == 0:
-        pytest.skip("it would end the test")
+    """Of the mishaps that the environment's host answers itself, one is enough in another process."""
     good = played(runs.online(tree(tmp_path, "Broken", kwargs={"how": "", "prompt": "no"})), group_size=1)
     limits = {"workers": workers, "step_timeout_s": 3.0 if workers else 0.3}
     run = runs.online(tree(tmp_path, "Broken", kwargs={"how": how}, **limits), f"run.out_dir={tmp_path / 'b'}")
