@@ -10,7 +10,6 @@ refuses are made behind its back.
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
 import json
 import random
@@ -22,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -286,13 +283,13 @@ def run_case(case: Case, folder: Path, out: Path) -> list[dict[str, Any]]:
     """Run a case and return the lines of its alarms.jsonl."""
     global _CALLS  # the NaN reward counts its calls
     _CALLS = itertools.count()
-    config, console = train_config(tree_of(folder, out, case.settings)), Console(file=io.StringIO(), width=200)
+    config = train_config(tree_of(folder, out, case.settings))
     if isinstance(config, OnlineConfig):
-        run = build_online(config, console)
+        run = build_online(config)
         run = run if case.sabotage is None else case.sabotage(run)
         session, loop = run.session, partial(online_loop.train, run)
     else:
-        offline = build_offline(config, console)
+        offline = build_offline(config)
         session, loop = offline.session, partial(train_offline, offline)
     shift = mock.patch.object(online_loop, "compute_advantages", shifted_targets)
     try:

@@ -15,7 +15,6 @@ import json
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from rlhf.config.files import merge_overrides, parse_overrides
 from rlhf.config.load import load_train, train_config
@@ -93,7 +92,7 @@ def main() -> None:
         for seed in options.seeds:
             folder = options.work / arm / f"seed-{seed}"
             config = config_of(options.lab, arm, seed, options.steps, folder)
-            run = build_run(config, Console(quiet=True))
+            run = build_run(config)
             run.train()
             run.session.recorder.close()
             best, last = (gold_of(config, path, fresh) for path in (resolve_best(f"{folder}@best"), str(folder)))

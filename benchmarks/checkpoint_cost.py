@@ -9,7 +9,6 @@ models and the two moments of each. Writes benchmarks/results/checkpoint_cost.js
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import platform
 import statistics
@@ -24,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
 from runs import make_model, ppo_tree  # noqa: E402
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -71,7 +69,7 @@ def measure(millions: float, repeat: int) -> dict[str, Any]:
             eval={"every": 0},
             data={"eval_prompts": None},
         )
-        run = build_online(train_config(tree), quiet())
+        run = build_online(train_config(tree))
         train(run)
         session, seconds = run.session, []
         for _ in range(repeat):
@@ -88,7 +86,7 @@ def measure(millions: float, repeat: int) -> dict[str, Any]:
         del run, session
         tree["schedule"]["steps"] = 2
         began = time.perf_counter()
-        resumed = build_online(train_config(tree), quiet())
+        resumed = build_online(train_config(tree))
         next(resumed.session.steps())
         resume = time.perf_counter() - began
         resumed.session.recorder.close()
@@ -101,11 +99,6 @@ def measure(millions: float, repeat: int) -> dict[str, Any]:
         "verify_s": verify,
         "resume_to_first_step_s": resume,
     }
-
-
-def quiet() -> Console:
-    """Return a console whose output is discarded."""
-    return Console(file=io.StringIO())
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ from rlhf.factory.sampler import Completer
 from rlhf.lab.build import lab_config, resolve_lab_paths
 from rlhf.lab.gold import gold_reward
 from rlhf.lab.world import prompts
+from rlhf.report.terminal import Terminal
 from rlhf.rewards.model import ModelSource
 from rlhf.rewards.source import decode
 from rlhf.runtime.engine import make_engine
@@ -93,7 +94,7 @@ def train_reward_models(settings: argparse.Namespace, console: Console) -> None:
             f"ensemble.size={proxy.members}",
             f"ensemble.backbone={proxy.backbone}",
         ]
-        run_reward_model(load_reward_model(lab_config("reward_model"), overrides), console)
+        run_reward_model(load_reward_model(lab_config("reward_model"), overrides), Terminal(console))
 
 
 def sample_and_score(settings: argparse.Namespace, console: Console) -> dict[str, torch.Tensor]:
@@ -156,7 +157,7 @@ def train_policies(settings: argparse.Namespace, console: Console) -> None:
             f"algorithm.kl.coef={coef:g}",
             f"schedule.steps={settings.steps}",
         ]
-        run_train(resolve_lab_paths(load_train(lab_config("overoptimization"), overrides)), console)
+        run_train(resolve_lab_paths(load_train(lab_config("overoptimization"), overrides)), Terminal(console))
 
 
 def ppo_curves(settings: argparse.Namespace) -> dict[str, Any]:

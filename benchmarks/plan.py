@@ -32,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 
 import peft  # noqa: E402, F401  # before the memory is counted
 import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification  # noqa: E402
 
 from rlhf.api import training  # noqa: E402
@@ -295,7 +294,7 @@ def work(verb: str, arguments: list[str], out: Path) -> None:
 
     name = "build_reward_model" if verb == "reward" else "build_run"
     setattr(training, name, watched(getattr(training, name)))
-    (training.run_reward_model if verb == "reward" else training.run_train)(config, Console(quiet=True))
+    (training.run_reward_model if verb == "reward" else training.run_train)(config)
     rows = [json.loads(line) for line in (Path(config.run.out_dir) / "timings.jsonl").read_text().splitlines()]
     phases = dict(built)
     for row in rows:

@@ -236,36 +236,32 @@ def _parser() -> argparse.ArgumentParser:
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
     )  # passed by deepspeed's launcher
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
-
-    def verb(name: str, help_text: str, target: str | None) -> argparse.ArgumentParser:
-        description = f"{help_text[0].upper()}{help_text[1:]}."
+    for name, (text, target, add) in _ARGUMENTS.items():
+        description = f"{text[0].upper()}{text[1:]}."
         aliases = [alias for alias, verb in ALIASES.items() if verb == name]
-        sub = verbs.add_parser(name, aliases=aliases, help=help_text, description=description)
+        sub = verbs.add_parser(name, aliases=aliases, help=text, description=description)
         if target is not None:
             sub.add_argument("target", metavar=target, help=TARGETS[target])
-        return sub
+        add(sub)
+    return parser
 
-    overrides = {
-        "nargs": "*",
-        "metavar": "key=value",
-        "default": [],
-        "help": "settings that override the file's, e.g. policy.lr=1e-6",
-    }
-    for name, text in (
-        ("train", "train a model as a configuration file says: SFT, or any online or offline algorithm"),
-        ("reward", "train a reward model on preference pairs"),
-        ("compare", "train several algorithms from one model on one budget, and judge them alike"),
-        ("config", "print the configuration with every default filled in, and run nothing"),
-        ("lint", "check the settings against what papers report, and run nothing"),
-    ):
-        parser_of_verb = verb(name, text, "file")
-        parser_of_verb.add_argument("overrides", **overrides)  # type: ignore[arg-type]
-        if name == "config":
-            parser_of_verb.add_argument("--explain", metavar="KEY", help="say what a key or a section means instead")
-    _add_plan(verb("plan", "say how much memory and time a run takes, before anything is loaded", "file"), overrides)
-    _add_launch(verb("launch", "print the script that starts a training run on a cluster", "file"), overrides)
-    evaluation = verb("eval", "evaluate a run against the model it started from, or against another", "run")
-    evaluation.add_argument("overrides", **overrides)  # type: ignore[arg-type]
+
+def _add_overrides(
+    verb: argparse.ArgumentParser, text: str = "settings that override the file's, e.g. policy.lr=1e-6"
+) -> None:
+    """Add the settings that a verb takes after what it reads."""
+    verb.add_argument("overrides", nargs="*", metavar="key=value", default=[], help=text)
+
+
+def _add_config(config: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlhf config`."""
+    _add_overrides(config)
+    config.add_argument("--explain", metavar="KEY", help="say what a key or a section means instead")
+
+
+def _add_eval(evaluation: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlhf eval`."""
+    _add_overrides(evaluation)
     evaluation.add_argument(
         "--against",
         metavar="run-or-model",
@@ -279,25 +275,37 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument(
         "--out", metavar="file", help="where to write the suite's results as JSON (default: evals/ in the run folder)"
     )
-    report = verb("report", "write the HTML page of a run, of a comparison, or of several runs together", "folder")
+
+
+def _add_report(report: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlhf report`."""
     report.add_argument(
         "others", nargs="*", metavar="folder", help="further runs, whose curves are laid over the first's"
     )
     report.add_argument("--watch", action="store_true", help="rewrite the page while the run trains; it reloads itself")
     report.add_argument("--out", type=Path, metavar="file", help="of several runs: the page (default: overlay.html)")
-    push = verb("push", "upload the model of a run to the model hub, with a card made from the run", "run-folder")
+
+
+def _add_push(push: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlhf push`."""
     push.add_argument("repo_id", metavar="owner/name", help="the repository on the hub; made if it does not exist")
     push.add_argument(
         "--private", action="store_true", help="upload to a private repository only: it is made so, or has to be so"
     )
     push.add_argument("--quotes", action="store_true", help="keep the completions that notes of the run quote")
     push.add_argument("--dry-run", action="store_true", help="print the card and upload nothing")
-    export = verb("export", "write the model of a run as one file for llama.cpp", "run")
+
+
+def _add_export(export: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlhf export`."""
     export.add_argument("--gguf", metavar="file", type=Path, required=True, help="the file to write, OUT.gguf")
     export.add_argument(
         "--dtype", choices=("f32", "f16", "bf16"), default="f16", help="of the weight matrices (default: f16)"
     )
-    chat = verb("chat", "talk with the model of a run, or in a model folder", "run")
+
+
+def _add_chat(chat: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlhf chat`."""
     chat.add_argument("--system", help="the system prompt")
     published = "as in the model's generation_config.json, or else --greedy"
     chat.add_argument("--temperature", type=float, help=f"divides the logits (default: {published})")
@@ -317,7 +325,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     chat.add_argument("--seed", type=int, help="draw the same answers again")
     chat.add_argument("--greedy", action="store_true", help="take the most likely token each time")
-    sample = verb("sample", "complete prompts by the model of a run, or in a model folder", "run")
+
+
+def _add_sample(sample: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlhf sample`."""
     sample.add_argument("--prompt", action="append", required=True, help="may be given several times")
     sample.add_argument("--count", type=int, default=1, help="completions per prompt (default: 1)")
     sample.add_argument("--seed", type=int, default=0, help="draw other completions (default: 0)")
@@ -327,20 +338,24 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--temperature", type=float, help=f"divides the logits (default: {trained}: 1)")
     sample.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this probability (default: 1)")
     sample.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
-    teach = verb("teach", "store a teacher's likeliest tokens at the answers of a data set", "file")
-    teach.add_argument("overrides", **overrides)  # type: ignore[arg-type]
+
+
+def _add_teach(teach: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlhf teach`."""
+    _add_overrides(teach)
     teach.add_argument("--out", type=Path, required=True, metavar="file", help="the file to write, OUT.safetensors")
     teach.add_argument("--top-k", type=int, default=64, help="likeliest tokens to keep at each token (default: 64)")
-    what = "score right and worthless answers, to find what a policy would exploit"
-    _add_reward_check(verb("reward-check", what, "reward"))
-    serve = verb("serve-reward", "serve a trained reward model over HTTP, for reward.source.type=remote", "run")
+
+
+def _add_serve_reward(serve: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlhf serve-reward`."""
     _add_address(serve, port=8000, clients="clients")
     serve.add_argument("--max-request-bytes", type=int, default=16 * 2**20, help="refuse larger requests")
     serve.add_argument("--max-batch", type=int, default=64, help="completions to score in one batch (default: 64)")
-    _add_label(
-        verb("label", "write preference pairs or rankings from completions and a judge", "completions"), overrides
-    )
-    policy = verb("serve-policy", "sample for a trainer in another process, for sampling.backend=server", "run")
+
+
+def _add_serve_policy(policy: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlhf serve-policy`."""
     _add_address(policy, port=8001, clients="the trainer")
     policy.add_argument(
         "--dtype",
@@ -358,15 +373,13 @@ def _parser() -> argparse.ArgumentParser:
     policy.add_argument(
         "--threads", type=int, metavar="N", help="threads of the arithmetic on a CPU (default: torch's)"
     )
-    quickstart = verb(
-        "quickstart",
-        "run the whole pipeline in the built-in lab: SFT, preference pairs, reward model, PPO, report",
-        None,
-    )
-    quickstart.add_argument("overrides", **overrides)  # type: ignore[arg-type]
+
+
+def _add_quickstart(quickstart: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rlhf quickstart`."""
+    _add_overrides(quickstart)
     quickstart.add_argument("--seed", type=int, default=0, help="seed of every stage (default: 0)")
     quickstart.add_argument("--out", default="runs/quickstart", help="folder for the runs (default: runs/quickstart)")
-    return parser
 
 
 def _add_address(server: argparse.ArgumentParser, *, port: int, clients: str) -> None:
@@ -382,9 +395,9 @@ def _add_address(server: argparse.ArgumentParser, *, port: int, clients: str) ->
     )
 
 
-def _add_plan(plan: argparse.ArgumentParser, overrides: dict[str, Any]) -> None:
+def _add_plan(plan: argparse.ArgumentParser) -> None:
     """Add the arguments of `rlhf plan`."""
-    plan.add_argument("overrides", **overrides)
+    _add_overrides(plan)
     plan.add_argument(
         "--memory", metavar="SIZE", help="memory of one GPU, or of the machine with --device cpu: 24GB, 80GiB"
     )
@@ -402,13 +415,7 @@ def _add_plan(plan: argparse.ArgumentParser, overrides: dict[str, Any]) -> None:
 
 def _add_reward_check(check: argparse.ArgumentParser) -> None:
     """Add the arguments of `rlhf reward-check`."""
-    check.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        default=[],
-        help="settings of the source, e.g. answer=solution; of a configuration, settings of the run",
-    )
+    _add_overrides(check, "settings of the source, e.g. answer=solution; of a configuration, settings of the run")
     columns = "prompts, with the columns that the reward reads"
     check.add_argument("--dataset", metavar="path", required=True, help=columns)
     check.add_argument("--answer", metavar="column", help="right answers, as a model should write them")
@@ -416,9 +423,9 @@ def _add_reward_check(check: argparse.ArgumentParser) -> None:
     check.add_argument("--best", type=float, metavar="score", help="what a right answer has to earn (a verifier's: 1)")
 
 
-def _add_label(label: argparse.ArgumentParser, overrides: dict[str, Any]) -> None:
+def _add_label(label: argparse.ArgumentParser) -> None:
     """Add the arguments of `rlhf label`."""
-    label.add_argument("overrides", **overrides)
+    _add_overrides(label)
     label.add_argument(
         "--judge",
         metavar="judge",
@@ -429,9 +436,9 @@ def _add_label(label: argparse.ArgumentParser, overrides: dict[str, Any]) -> Non
     label.add_argument("--again", action="store_true", help="ask about everything again, also what is labelled already")
 
 
-def _add_launch(launch: argparse.ArgumentParser, overrides: dict[str, Any]) -> None:
+def _add_launch(launch: argparse.ArgumentParser) -> None:
     """Add the arguments of `rlhf launch`."""
-    launch.add_argument("overrides", **overrides)
+    _add_overrides(launch)
     launchers = launch.add_mutually_exclusive_group(required=True)
     for name, text in (
         ("slurm", "a batch script for sbatch"),
@@ -456,6 +463,42 @@ def _add_launch(launch: argparse.ArgumentParser, overrides: dict[str, Any]) -> N
     launch.add_argument("--bucket", help="storage that outlives the machines, for run.out_dir (SkyPilot)")
 
 
+AddArguments = Callable[[argparse.ArgumentParser], None]
+_ARGUMENTS: dict[str, tuple[str, str | None, AddArguments]] = {  # verb -> help, what it reads, its other arguments
+    "train": (
+        "train a model as a configuration file says: SFT, or any online or offline algorithm",
+        "file",
+        _add_overrides,
+    ),
+    "reward": ("train a reward model on preference pairs", "file", _add_overrides),
+    "compare": ("train several algorithms from one model on one budget, and judge them alike", "file", _add_overrides),
+    "config": ("print the configuration with every default filled in, and run nothing", "file", _add_config),
+    "lint": ("check the settings against what papers report, and run nothing", "file", _add_overrides),
+    "plan": ("say how much memory and time a run takes, before anything is loaded", "file", _add_plan),
+    "launch": ("print the script that starts a training run on a cluster", "file", _add_launch),
+    "eval": ("evaluate a run against the model it started from, or against another", "run", _add_eval),
+    "report": ("write the HTML page of a run, of a comparison, or of several runs together", "folder", _add_report),
+    "push": ("upload the model of a run to the model hub, with a card made from the run", "run-folder", _add_push),
+    "export": ("write the model of a run as one file for llama.cpp", "run", _add_export),
+    "chat": ("talk with the model of a run, or in a model folder", "run", _add_chat),
+    "sample": ("complete prompts by the model of a run, or in a model folder", "run", _add_sample),
+    "teach": ("store a teacher's likeliest tokens at the answers of a data set", "file", _add_teach),
+    "reward-check": (
+        "score right and worthless answers, to find what a policy would exploit",
+        "reward",
+        _add_reward_check,
+    ),
+    "serve-reward": ("serve a trained reward model over HTTP, for reward.source.type=remote", "run", _add_serve_reward),
+    "label": ("write preference pairs or rankings from completions and a judge", "completions", _add_label),
+    "serve-policy": ("sample for a trainer in another process, for sampling.backend=server", "run", _add_serve_policy),
+    "quickstart": (
+        "run the whole pipeline in the built-in lab: SFT, preference pairs, reward model, PPO, report",
+        None,
+        _add_quickstart,
+    ),
+}
+
+
 # Each verb checks its configuration before importing what runs it (torch and transformers take seconds), so that a
 # mistake is reported at once.
 
@@ -466,8 +509,9 @@ def _train(parsed: argparse.Namespace, console: Console) -> None:
     config = _checked(load_train(parsed.target, parsed.overrides), console)
     if config is not None:
         from rlhf.api.training import run_train
+        from rlhf.report.terminal import Terminal
 
-        run_train(config, console)
+        run_train(config, Terminal(console))
 
 
 def _reward(parsed: argparse.Namespace, console: Console) -> None:
@@ -476,8 +520,9 @@ def _reward(parsed: argparse.Namespace, console: Console) -> None:
     config = _checked(load_reward_model(parsed.target, parsed.overrides), console)
     if config is not None:
         from rlhf.api.training import run_reward_model
+        from rlhf.report.terminal import Terminal
 
-        run_reward_model(config, console)
+        run_reward_model(config, Terminal(console))
 
 
 def _checked(config: Any, console: Console) -> Any:  # of one class, which is too slow to import here
@@ -516,8 +561,9 @@ def _compare(parsed: argparse.Namespace, console: Console) -> int:
     check_arm_files(plan, lookups, check_targets)
 
     from rlhf.api.comparing import failed_arms, run_compare
+    from rlhf.comparison.terminal import ComparisonTerminal
 
-    run_compare(config, beside=folder, console=console)
+    run_compare(config, beside=folder, view=ComparisonTerminal(console))
     failed = failed_arms(config.out_dir)
     if failed:
         message = f"failed: {', '.join(failed)} (the table has the reason); the same command tries them again"

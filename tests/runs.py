@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import word_rewards
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from word_rewards import count_good as count_good  # these three are names of this module too
+from word_rewards import count_words as count_words
+from word_rewards import golds as golds
 
 from rlhf.config.files import merge, parse_overrides
 from rlhf.config.load import train_config
 from rlhf.factory.offline import build_offline
 from rlhf.factory.online import build_online
+from rlhf.report.terminal import Terminal
 from rlhf.training.offline import OfflineRun, train_offline
 from rlhf.training.online import train
 from rlhf.training.online_run import OnlineRun
@@ -25,18 +30,8 @@ from rlhf.training.online_run import OnlineRun
 WORDS = ("<pad>", "<bos>", "<eos>", "<unk>", "good", "bad", "red", "blue", "one", "two")
 
 
-def count_good(*, prompts: list[str], completions: list[str], references: list[Mapping[str, Any]]) -> list[float]:
-    """The gold of these runs: the share of a completion's words that are `good`, minus the share that are `bad`."""
-    return [(words.count("good") - words.count("bad")) / max(len(words), 1) for words in map(str.split, completions)]
-
-
-def count_words(*, prompts: list[str], completions: list[str], references: list[Mapping[str, Any]]) -> list[float]:
-    """A judge that is not the reward: `good` counts, whatever else there is."""
-    return [float(words.count("good")) for words in map(str.split, completions)]
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO(), width=200)
+def quiet() -> Terminal:
+    return Terminal(Console(file=io.StringIO(), width=200))
 
 
 def make_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
@@ -76,10 +71,6 @@ def prompts_file(folder: Path) -> Path:
 def colored_prompts() -> list[str]:
     colors, numbers = ("red", "blue"), ("one", "two")
     return [f"{c} {n} {d}".strip() for c in colors for n in numbers for d in ("", *colors, *numbers)]
-
-
-def golds(*completions: str) -> list[float]:
-    return count_good(prompts=[], completions=list(completions), references=[])
 
 
 def written(seed: int, count: int) -> list[tuple[str, str]]:
@@ -133,7 +124,7 @@ def offline_tree(folder: Path, preset: str, **changes: Any) -> dict[str, Any]:
         "batch": {"prompts_per_step": 16, "micro_batch_size": 8},
         "schedule": {"steps": 4},
         "checkpoint": {"every": 2},
-        "eval": {"every": 2, "source": {"type": "function", "target": f"{__file__}:count_good"}},
+        "eval": {"every": 2, "source": {"type": "function", "target": f"{word_rewards.__file__}:count_good"}},
     }
     return merge(tree, changes)
 
@@ -149,7 +140,7 @@ def ppo_tree(folder: Path, **changes: Any) -> dict[str, Any]:
         "data": {"prompts": {"path": prompts}, "eval_prompts": {"path": prompts}},
         "policy": {"model": str(model), "lr": 1e-2},
         "critic": {"lr": 1e-2, "init": "policy"},
-        "reward": {"source": {"type": "function", "target": f"{__file__}:count_good"}},
+        "reward": {"source": {"type": "function", "target": f"{word_rewards.__file__}:count_good"}},
         "sampling": {"max_new_tokens": 6},
         "algorithm": {"preset": "ppo"},
         "batch": {"prompts_per_step": 16, "epochs": 2, "minibatches": 2, "micro_batch_size": 8},

@@ -57,6 +57,7 @@ def test_calls_that_are_imitated_are_those_that_the_tools_take(modules: dict[str
     assert not any("error" in message["content"] for game in games for message in game["messages"][1:])
 
 
+@pytest.mark.beside
 def test_a_cell_is_run_once(
     tmp_path: Path, modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ def sizes(modules: dict[str, ModuleType]) -> Any:
     )
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_our_side_does_the_work_that_the_peer_does(
     tmp_path: Path, modules: dict[str, ModuleType], sizes: Any, trainer: str
@@ -276,6 +277,7 @@ def test_a_gguf_model_becomes_an_ordinary_folder(
     assert "quantization_config" not in (tmp_path / "policy" / "config.json").read_text()
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize(
     ("script", "more"), [("side_by_side", ""), ("side_by_side", "--lora 2 --clock cpu"), ("floor", "")]
 )
@@ -401,6 +403,7 @@ def test_a_part_of_the_gpu_benchmark_that_fails_is_a_result(modules: dict[str, M
     assert results == {"decoding": {"failed": "RuntimeError: no such kernel"}, "update": {"share": 0.5}}
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("name", ["sampler", "forward"])
 def test_ours_beside_the_plain_way(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -24,11 +24,11 @@ VERBS = frozenset(
     extract fill find finish fit flag flatten flush forget format free freeze gather generate give go grade group halve
     handle hide import initialize interpolate join judge keep kill label lay leave let limit link list listen load
     locate lock log look make map mark match measure merge move name normalize note number observe open pack pad pair
-    parse pause pick place plan play plot post prepare prepend print push put quote raise read rebuild recompute record
-    register release remember remove rename render repeat replace report request reset resolve restore resume return
-    rewrite rotate round run sample save say scatter score see seed select send serve set shard shift shorten show shut
-    silence skip split spread stack standardize start step store subtract sum summarize switch take tell thin time
-    tokenize train turn undo unmask update upload validate wait watch weight whiten wrap write yield zero
+    parse pause pick place plan play plot post prepare prepend print push put quote raise read rebuild receive recompute
+    record register release remember remove rename render repeat replace report request reset resolve restore resume
+    return rewrite rotate round run sample save say scatter score see seed select send serve set shard shift shorten
+    show shut silence skip split spread stack standardize start step store subtract sum summarize switch take tell
+    thin time tokenize train turn undo unmask update upload validate wait watch weight whiten wrap write yield zero
     """.split()  # noqa: SIM905
 )
 SAYS_NOTHING = {"found", "held", "said"}  # names for "what I have here"

@@ -1,6 +1,6 @@
 """The notebooks run from top to bottom: their code cells, in order, as a script in a folder of its own.
 
-In CI (`.ci/run`), or by `bash scripts/test.sh -m notebook`: a minute of processor time each.
+In CI (`.ci/run`), or by `bash scripts/test.sh -m beside`: a minute of processor time each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_some_notebooks_have_their_outputs(name: str) -> None:
     assert all(cell["execution_count"] for cell in code_cells(ROOT / "notebooks" / f"{name}.ipynb"))
 
 
-@pytest.mark.notebook
+@pytest.mark.beside
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     if MODEL in code_of(notebook):

@@ -88,6 +88,7 @@ QUESTIONS: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.beside
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("material", "mkdocstrings")),
     reason="the site is not built: bash scripts/setup.sh docs",

@@ -33,8 +33,10 @@ from rlhf.factory.reward_model import build_reward_model
 from rlhf.factory.run import build_run
 from rlhf.models.policy_models import Models
 from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.report.terminal import Terminal
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import Metrics
+from rlhf.tracking.view import View
 from rlhf.training import offline as offline_loop
 from rlhf.training import online as online_loop
 from rlhf.training.offline import train_offline
@@ -132,9 +134,8 @@ def run(job: Job, out: Path) -> dict[str, Any]:
 
 def _run(job: Job, out: Path, observations: Observations) -> dict[str, Any]:
     tree, screen = tree_of(job, out), io.StringIO()
-    console = Console(file=screen)
     began = job.now()
-    session, loop = _build(job, tree, out, console)
+    session, loop = _build(job, tree, out, Terminal(Console(file=screen)))
     before = job.now() - began
     marks = _marked(session, job)
     loop()
@@ -155,16 +156,16 @@ def _run(job: Job, out: Path, observations: Observations) -> dict[str, Any]:
     }
 
 
-def _build(job: Job, tree: Tree, out: Path, console: Console) -> tuple[Session, Callable[[], None]]:
+def _build(job: Job, tree: Tree, out: Path, view: View) -> tuple[Session, Callable[[], None]]:
     """Build the run of a job; return its session and its loop."""
     if job.trainer == "reward":
         out.mkdir()
         (out / "job.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-        built = build_reward_model(load_reward_model(out / "job.yaml", []), console)
+        built = build_reward_model(load_reward_model(out / "job.yaml", []), view)
         _give_head(built.model, Path(job.folder) / "reward")
         start_adapters(built.model)
         return built.run.session, lambda: train_offline(built.run)
-    whole = build_run(train_config(tree), console)
+    whole = build_run(train_config(tree), view)
     models = whole.run.models if isinstance(whole.run, OnlineRun) else whole.run.loss.models
     start_adapters(models.policy)
     return whole.session, whole.loop

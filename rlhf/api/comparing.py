@@ -8,9 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
-
 from rlhf.api.checks import check_arm_files
 from rlhf.api.lab import check_lab_folder, prepare_lab
 from rlhf.comparison.aggregate import read_cells, summarize, write_results
@@ -19,9 +16,9 @@ from rlhf.comparison.pairs import judge_pairs
 from rlhf.comparison.plan import Cell, Plan, check_owner, locate_base, make_plan, read_plan, trained_arms
 from rlhf.comparison.results import ComparisonResults, FrontierPoint
 from rlhf.comparison.scheduler import CellProcess, StartCell, run_cells
-from rlhf.comparison.terminal import print_results
 from rlhf.comparison.tuning.plan import tuned_config
 from rlhf.comparison.tuning.run import Chosen, run_tuning
+from rlhf.comparison.view import ComparisonView
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
 from rlhf.config.files import COMPARE_CONFIG, format_yaml
 from rlhf.config.load import compare_config, dump, read_yaml
@@ -30,14 +27,16 @@ from rlhf.errors import ConfigError, UserError, how_to_continue
 from rlhf.factory.functions import check_functions
 from rlhf.guard.lint import lint
 from rlhf.models.folders import MODEL
-from rlhf.report.terminal import print_violations
 from rlhf.runtime.distributed import world_size_from_env
 from rlhf.tracking.run_folder import write_atomically
+from rlhf.tracking.view import View
 
 EXACT_FRONTIER = "exact_frontier.json"
 
 
-def run_compare(config: CompareConfig, *, beside: Path, console: Console, start: StartCell | None = None) -> bool:
+def run_compare(
+    config: CompareConfig, *, beside: Path, view: ComparisonView | None = None, start: StartCell | None = None
+) -> bool:
     """Run the unfinished cells of a comparison, and write its results and page.
 
     The lab is prepared first, if the comparison uses it.
@@ -45,7 +44,7 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
     Args:
         config: the comparison.
         beside: the folder of the comparison's file, where its base configuration is looked for too.
-        console: where progress and results are printed.
+        view: what shows the progress and the results; without one nothing is shown.
         start: starts a cell; None starts each in its own process.
 
     Returns:
@@ -58,11 +57,11 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
         raise ConfigError(
             "rlhf compare starts the processes of each arm itself: run it without a launcher, processes=N"
         )
-    plan = make_plan(config, beside=beside)
-    print_violations({name: lint(run) for name, run in trained_arms(plan).items()}, console)
+    view, plan = view or ComparisonView(), make_plan(config, beside=beside)
+    view.violations({name: lint(run) for name, run in trained_arms(plan).items()})
     check_arms(plan)
     if config.lab is not None:
-        if not _prepare_lab(config.lab, console):
+        if not _prepare_lab(config.lab, view.run):
             return False
         check_arm_files(plan)
     for cell in plan.untuned():
@@ -71,25 +70,25 @@ def run_compare(config: CompareConfig, *, beside: Path, console: Console, start:
     settings = {**dump(config), "base": str(locate_base(config, beside))}
     write_atomically(plan.folder / COMPARE_CONFIG, format_yaml(settings))
     start = start or partial(CellProcess, jobs=config.jobs, processes=config.processes)
-    plan, complete = _run_arms(plan, beside, start, console)
+    plan, complete = _run_arms(plan, beside, start, view)
     if not complete:
-        console.print(f"stopped; {how_to_continue()} from here")
+        view.run.note(f"stopped; {how_to_continue()} from here")
     try:
         if complete:
             judge_pairs(plan)
     finally:  # what was trained is reported, also if the judge of pairs does not answer
         if (written := _write_results(plan)) is not None:
-            print_results(*written, console)
+            view.results(*written)
     return complete
 
 
-def _run_arms(plan: Plan, beside: Path, start: StartCell, console: Console) -> tuple[Plan, bool]:
+def _run_arms(plan: Plan, beside: Path, start: StartCell, view: ComparisonView) -> tuple[Plan, bool]:
     """Run the arms, tuned first if the comparison does; return the plan of what ran, and False if it was stopped."""
     if plan.config.tune is None:
-        return plan, run_cells(plan, start, console)
-    chosen = _tune(plan, start, console)
+        return plan, run_cells(plan, start, view)
+    chosen = _tune(plan, start, view)
     tuned = make_plan(tuned_config(plan.config, chosen or {}), beside=beside, trials=False)
-    return tuned, chosen is not None and run_cells(tuned, start, console)
+    return tuned, chosen is not None and run_cells(tuned, start, view)
 
 
 def failed_arms(folder: str) -> list[str]:
@@ -113,15 +112,15 @@ def check_arms(plan: Plan) -> None:
     check_arm_files(plan, Lookups(later=None if lab is None else Path(lab.folder)), check_functions)
 
 
-def _tune(plan: Plan, start: StartCell, console: Console) -> Chosen | None:
+def _tune(plan: Plan, start: StartCell, view: ComparisonView) -> Chosen | None:
     """Judge the start model and tune every trained arm; return the values chosen, None if the user stopped it."""
     judged_first = [cell for cell in plan.cells if cell.arm == START_FOLDER]
-    if not run_cells(replace(plan, cells=judged_first), start, console):
+    if not run_cells(replace(plan, cells=judged_first), start, view):
         return None
 
     def run(cells: Sequence[Cell], title: str) -> bool:
-        console.rule(title)
-        return run_cells(replace(plan, cells=list(cells)), start, console)
+        view.run.heading(title)
+        return run_cells(replace(plan, cells=list(cells)), start, view)
 
     return run_tuning(plan, run)
 
@@ -158,15 +157,15 @@ def _write_results(plan: Plan) -> tuple[ComparisonResults, Path] | None:
     return results, write_compare_page(plan, results, comparison_charts(results), cells)
 
 
-def _prepare_lab(lab: LabConfig, console: Console) -> bool:
+def _prepare_lab(lab: LabConfig, view: View) -> bool:
     """Make the lab's start model, pairs and reward model if any is missing; return False if the user stopped it."""
     folder = Path(lab.folder)
     required = (folder / "sft" / MODEL, folder / "preferences" / "train.jsonl", folder / "rm" / MODEL)
     if all(path.exists() for path in required):
-        check_lab_folder(folder, seed=lab.seed, console=console)
-        console.print(Text(f"the lab's start model, pairs and reward model: as they are in {folder}"))
+        check_lab_folder(folder, seed=lab.seed, view=view)
+        view.note(f"the lab's start model, pairs and reward model: as they are in {folder}")
         return True
-    return prepare_lab(folder, seed=lab.seed, console=console) is not None
+    return prepare_lab(folder, seed=lab.seed, view=view) is not None
 
 
 def exact_frontier_of(folder: Path) -> tuple[FrontierPoint, ...] | None:

@@ -6,9 +6,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
-
 from rlhf.api.training import run_reward_model, run_train
 from rlhf.config.load import load_reward_model, load_train
 from rlhf.config.sections import SamplingConfig
@@ -21,19 +18,20 @@ from rlhf.lab.preferences import PairsFile, gold_gaps, write_pairs
 from rlhf.lab.world import Split
 from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.run_folder import write_atomically
+from rlhf.tracking.view import View
 
 LABEL_TEMPERATURE = 0.8  # of the pairs' Bradley-Terry label noise, in units of gold
 PAIRS: dict[Split, int] = {"train": 8000, "eval": 1000}  # prompts, two completions each
 RECORD = "lab.json"  # the seed and the version of the lab that a folder was made with
 
 
-def prepare_lab(folder: Path, *, seed: int, console: Console, of: int = 3) -> PairsFile | None:
+def prepare_lab(folder: Path, *, seed: int, view: View | None = None, of: int = 3) -> PairsFile | None:
     """Run the stages before any algorithm, into sft/, preferences/ and rm/ of `folder`; finished stages are skipped.
 
     Args:
         folder: the folder of the stages.
         seed: the seed of all three stages.
-        console: where progress is printed.
+        view: what shows the stages; without one nothing is shown.
         of: how many stages the caller has in all, for the headings.
 
     Returns:
@@ -42,20 +40,21 @@ def prepare_lab(folder: Path, *, seed: int, console: Console, of: int = 3) -> Pa
     Raises:
         ConfigError: the folder was made with another seed, or by another version of the lab.
     """
-    check_lab_folder(folder, seed=seed, console=console)
+    view = view or View()
+    check_lab_folder(folder, seed=seed, view=view)
     seeded = [f"run.seed={seed}"]
-    console.rule(f"1/{of}  SFT: a tiny Llama learns to write reviews")
+    view.heading(f"1/{of}  SFT: a tiny Llama learns to write reviews")
     sft = resolve_lab_paths(load_train(lab_config("sft"), [*seeded, f"run.out_dir={folder / 'sft'}"]))
-    if not run_train(sft, console):
+    if not run_train(sft, view):
         return None
-    console.rule(f"2/{of}  preference pairs: two completions a prompt, ranked with noise")
-    held_out = make_pairs(folder, sft.sampling, seed, console)
-    console.rule(f"3/{of}  reward model")
+    view.heading(f"2/{of}  preference pairs: two completions a prompt, ranked with noise")
+    held_out = make_pairs(folder, sft.sampling, seed, view)
+    view.heading(f"3/{of}  reward model")
     rm = resolve_lab_paths(load_reward_model(lab_config("reward_model"), [*seeded, *stage_paths(folder)["rm"]]))
-    return held_out if run_reward_model(rm, console) else None
+    return held_out if run_reward_model(rm, view) else None
 
 
-def check_lab_folder(folder: Path, *, seed: int, console: Console) -> None:
+def check_lab_folder(folder: Path, *, seed: int, view: View) -> None:
     """Check that `folder` belongs to this seed and version of the lab; record both in lab.json if it is new.
 
     A folder without lab.json that already holds a start model is used as it is, with a warning.
@@ -66,8 +65,7 @@ def check_lab_folder(folder: Path, *, seed: int, console: Console) -> None:
     path, expected = folder / RECORD, {"seed": seed, "lab": lab_key(LabSpec())}
     if not path.is_file():
         if (folder / "sft").exists():
-            warning = f"warning: {folder} has no {RECORD}, so its seed and the version it was made by are not checked"
-            console.print(Text(warning, style="yellow"), soft_wrap=True)
+            view.warning(f"{folder} has no {RECORD}, so its seed and the version it was made by are not checked")
             return
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(expected) + "\n")
@@ -83,7 +81,7 @@ def check_lab_folder(folder: Path, *, seed: int, console: Console) -> None:
         )
 
 
-def make_pairs(folder: Path, sampling: SamplingConfig, seed: int, console: Console) -> PairsFile:
+def make_pairs(folder: Path, sampling: SamplingConfig, seed: int, view: View) -> PairsFile:
     """Sample and label the training and held-out pairs unless that is done; return the held-out ones."""
     info_file = folder / "preferences" / "info.json"
     if not info_file.is_file():
@@ -107,7 +105,7 @@ def make_pairs(folder: Path, sampling: SamplingConfig, seed: int, console: Conso
         write_atomically(info_file, json.dumps(content, indent=2) + "\n")
     info = json.loads(info_file.read_text(encoding="utf-8"))
     train, held_out = (PairsFile(info_file.parent / f"{split}.jsonl", **info[split]) for split in ("train", "eval"))
-    console.print(
+    view.note(
         f"{train.pairs} pairs to train on, {held_out.pairs} held out; "
         f"best possible accuracy on the held-out labels {held_out.best_accuracy:.3f}"
     )

@@ -28,6 +28,7 @@ from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder, with_plugi
 from rlhf.api.keywords import CompareKeywords, RewardModelKeywords, SftKeywords, TrainKeywords
 from rlhf.api.training import OnStep, run_reward_model, run_train
 from rlhf.comparison.plan import make_plan
+from rlhf.comparison.terminal import ComparisonTerminal
 from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
 from rlhf.config.load import (
     check_kind,
@@ -50,6 +51,7 @@ from rlhf.factory.sampler import NO_TEMPLATE, Completer
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.models.folders import MODEL
 from rlhf.plugins import as_settings, sections_in
+from rlhf.report.terminal import Terminal
 from rlhf.runtime.seeding import derive_seed
 from rlhf.section import Section
 from rlhf.suites.questions import SuiteResult
@@ -346,7 +348,7 @@ def _run(config: Any, inputs: Inputs, run: Callable[..., bool], *, on_step: OnSt
         inputs.write()
         check_files(config)
         check_targets(config)
-        complete = run(config, Console(quiet=quiet), on_step=on_step)
+        complete = run(config, Terminal(Console(quiet=quiet)), on_step=on_step)
     return RunResult(folder, complete)
 
 
@@ -627,7 +629,8 @@ def compare(
             write_atomically(inputs.folder / "base.yaml", format_yaml(base))
             inputs.write()
             make_plan(comparison, beside=inputs.folder)
-        complete = run_compare(comparison, beside=inputs.folder, console=Console(quiet=quiet))
+        view = ComparisonTerminal(Console(quiet=quiet))
+        complete = run_compare(comparison, beside=inputs.folder, view=view)
     return CompareResult(inputs.folder, complete)
 
 

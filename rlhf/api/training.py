@@ -1,4 +1,4 @@
-"""Train as a configuration says: run, export, write the report. The console gets the progress and a short summary."""
+"""Train as a configuration says: run, export, write the report. A view gets the progress and what came of it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.factory.process_model import build_process_model, finish_process_model
 from rlhf.factory.reward_card import finish_members, finish_reward_model, member_configs
@@ -17,10 +14,10 @@ from rlhf.factory.reward_model import build_reward_model
 from rlhf.factory.run import build_run, is_complete, mark_complete
 from rlhf.models.folders import member_folders
 from rlhf.report.page import write_report
-from rlhf.report.terminal import print_card, print_complete, print_ensemble, print_folder, print_summary
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.same_run import check_same_run, finished_step
 from rlhf.tracking.trackers import CallbackTracker
+from rlhf.tracking.view import View
 from rlhf.training.offline import OfflineRun, train_offline
 from rlhf.training.session import Session
 
@@ -28,46 +25,54 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 """Called with the step and its metrics whenever a line of metrics is written, the first evaluation (0) included."""
 
 
-def run_train(config: TrainConfig, console: Console, *, on_step: OnStep | None = None) -> bool:
-    """Train as `config` describes; return True if the run is complete, False if it was interrupted and saved."""
-    if print_if_finished(config, console):
+def run_train(config: TrainConfig, view: View | None = None, *, on_step: OnStep | None = None) -> bool:
+    """Train as `config` describes; return True if the run is complete, False if it was interrupted and saved.
+
+    Args:
+        config: the run.
+        view: what shows the run while it trains; without one nothing is shown.
+        on_step: receives the metrics of each step that is logged.
+    """
+    view = view or View()
+    if is_finished(config, view):
         return True
-    print_folder(config, console)
-    run = build_run(config, console)
+    view.begins(config)
+    run = build_run(config, view)
     if run.is_complete:
-        return _close_complete(run.session, console)
+        return _close_complete(run.session, view)
     _connect(run.session, on_step)
     with closed_on_error(run.session):
         run.train()
-    return finish_run(run.session, console)
+    return finish_run(run.session, view)
 
 
-def run_reward_model(config: RewardModelConfig, console: Console, *, on_step: OnStep | None = None) -> bool:
+def run_reward_model(config: RewardModelConfig, view: View | None = None, *, on_step: OnStep | None = None) -> bool:
     """Train a reward model, or each of an ensemble; return False if it was interrupted and saved, otherwise True."""
-    if print_if_finished(config, console):
+    view = view or View()
+    if is_finished(config, view):
         return True
     members = member_configs(config)
     if not members:
-        return _run_reward_model(config, console, on_step=on_step)
+        return _run_reward_model(config, view, on_step=on_step)
     finished = 0
     for member in members:
-        console.rule(f"member {member.ensemble.member} of {config.ensemble.size}")
-        if print_if_finished(member, console):
+        view.heading(f"member {member.ensemble.member} of {config.ensemble.size}")
+        if is_finished(member, view):
             finished += 1
             continue
-        if not _run_reward_model(member, console, on_step=on_step):
+        if not _run_reward_model(member, view, on_step=on_step):
             return False
     if finished < len(members) or not member_folders(config.run.out_dir):
-        print_ensemble(finish_members(config, members), console)
+        view.ensemble(finish_members(config, members))
     return True
 
 
-def _run_reward_model(config: RewardModelConfig, console: Console, *, on_step: OnStep | None = None) -> bool:
-    print_folder(config, console)
-    run, finish = _build_reward_model(config, console)
+def _run_reward_model(config: RewardModelConfig, view: View, *, on_step: OnStep | None) -> bool:
+    view.begins(config)
+    run, finish = _build_reward_model(config, view)
     session = run.session
     if is_complete(session):
-        return _close_complete(session, console)
+        return _close_complete(session, view)
     _connect(session, on_step)
     with closed_on_error(session), session.recorder.progress:
         train_offline(run)
@@ -75,37 +80,37 @@ def _run_reward_model(config: RewardModelConfig, console: Console, *, on_step: O
         if not session.interrupted:
             card = finish()
             mark_complete(session)
-    complete = finish_run(session, console)
+    complete = finish_run(session, view)
     if card and session.ranks.is_main:
-        print_card(card, console)
+        view.card(card)
     return complete
 
 
-def _build_reward_model(config: RewardModelConfig, console: Console) -> tuple[OfflineRun, Callable[[], dict[str, Any]]]:
+def _build_reward_model(config: RewardModelConfig, view: View) -> tuple[OfflineRun, Callable[[], dict[str, Any]]]:
     """Build the run, of pairs or of step labels, and what finishes it and returns its report card."""
     if config.process is not None:
-        run = build_process_model(config, console)
+        run = build_process_model(config, view)
         return run, partial(finish_process_model, run)
-    built = build_reward_model(config, console)
+    built = build_reward_model(config, view)
     return built.run, partial(finish_reward_model, built)
 
 
-def print_if_finished(config: TrainConfig | RewardModelConfig, console: Console) -> bool:
-    """Return whether the run is finished and nothing has changed since, and say so; nothing is loaded for it.
+def is_finished(config: TrainConfig | RewardModelConfig, view: View) -> bool:
+    """Return whether the run is finished and nothing has changed since, and tell the view; nothing is loaded for it.
 
     Raises:
         CheckpointError: the folder holds another run.
     """
     step = finished_step(config, check_same_run(config))
     if step is not None:
-        print_complete(RunFolder(config.run.out_dir), step, console)
+        view.was_complete(RunFolder(config.run.out_dir), step)
     return step is not None
 
 
-def _close_complete(session: Session, console: Console) -> bool:
-    """Close the files of a run that had ended before this start, and say so."""
+def _close_complete(session: Session, view: View) -> bool:
+    """Close the files of a run that had ended before this start, and tell the view."""
     session.recorder.close()
-    print_complete(session.recorder.folder, session.state.step, console)
+    view.was_complete(session.recorder.folder, session.state.step)
     return True
 
 
@@ -125,15 +130,14 @@ def _connect(session: Session, on_step: OnStep | None) -> None:
         session.recorder.trackers.add(CallbackTracker(on_step))
 
 
-def finish_run(session: Session, console: Console) -> bool:
-    """Close the files of a run, write its report, and print a summary; return whether the run is complete."""
+def finish_run(session: Session, view: View) -> bool:
+    """Close the files of a run, write its report, and tell the view; return whether the run is complete."""
     session.recorder.close()
     folder = session.recorder.folder
     if session.interrupted:
         return False
     if not session.ranks.is_main:
         return True
-    report = write_report(folder.path)
-    print_summary(folder, console)
-    console.print(Text(f"model   {folder.path / 'model'}\nreport  {report}"), soft_wrap=True)
+    write_report(folder.path)
+    view.ended(folder)
     return True

@@ -31,7 +31,7 @@ from rlhf.factory.evaluation import (
     write_result,
 )
 from rlhf.factory.reward_card import compute_report_card
-from rlhf.report.terminal import print_card
+from rlhf.report.terminal import Terminal
 from rlhf.suites.questions import Estimate, SuiteResult
 from rlhf.suites.suite import Suite
 from rlhf.tracking.metrics import METRICS, format_fixed, format_significant
@@ -62,7 +62,7 @@ def run_eval(path: str, overrides: Sequence[str], console: Console, *, against: 
             )
         warn_of_rounding(path)
         card = compute_report_card(config, path)
-        print_card(card, console)
+        Terminal(console).card(card)
         return
     comparison = compare_models(config, path, against)
     _print(comparison, console)

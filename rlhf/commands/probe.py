@@ -50,9 +50,9 @@ def run_probe(
     with tempfile.TemporaryDirectory(prefix="rlhf-probe-") as folder:
         short = shortened(config, folder)
         if isinstance(short, RewardModelConfig):
-            run_reward_model(short, Console(quiet=True))
+            run_reward_model(short)
         else:
-            run_train(short, Console(quiet=True))
+            run_train(short)
         timings = RunFolder(short.run.out_dir).read_timings()
     options = replace(options, device=device)
     plan = options.plan(config)

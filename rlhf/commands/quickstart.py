@@ -24,6 +24,7 @@ from rlhf.factory.evaluation import evaluate_model
 from rlhf.factory.sampler import Completer
 from rlhf.lab.build import lab_config, resolve_lab_paths
 from rlhf.lab.preferences import PairsFile
+from rlhf.report.terminal import Terminal
 from rlhf.tracking.metrics import format_duration
 from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import RunFolder, write_atomically
@@ -43,15 +44,15 @@ def run_quickstart(out: str, *, seed: int, overrides: Sequence[str], console: Co
     Raises:
         ConfigError: `out` was made with another seed, or by another version of the lab.
     """
-    start_time, folder = time.perf_counter(), Path(out)
-    held_out = prepare_lab(folder, seed=seed, console=console, of=4)
+    start_time, folder, terminal = time.perf_counter(), Path(out), Terminal(console)
+    held_out = prepare_lab(folder, seed=seed, view=terminal, of=4)
     if held_out is None:
         return
     console.rule("4/4  PPO against the reward model")
     ppo = resolve_lab_paths(
         load_train(lab_config("ppo"), [f"run.seed={seed}", *stage_paths(folder)["ppo"], *overrides])
     )
-    if not run_train(ppo, console):
+    if not run_train(ppo, terminal):
         return
     console.rule("What came of it")
     result = summarize(ppo, folder, held_out, console)

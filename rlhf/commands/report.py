@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf.api.comparing import rebuild_comparison
-from rlhf.comparison.terminal import print_results
+from rlhf.comparison.terminal import ComparisonTerminal
 from rlhf.errors import UserError
 from rlhf.report.page import write_overlay, write_report
 from rlhf.tracking.run_folder import RunFolder, completed_step
@@ -23,7 +23,7 @@ def run_report(path: str, console: Console) -> None:
 
 def run_comparison_report(path: str, console: Console) -> None:
     """Rebuild the results and the page of a comparison from its folder."""
-    print_results(*rebuild_comparison(path), console)
+    ComparisonTerminal(console).results(*rebuild_comparison(path))
 
 
 def run_overlay(paths: Sequence[str], out: Path, console: Console) -> None:

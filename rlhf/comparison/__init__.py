@@ -7,7 +7,7 @@ tuning/         `run_tuning`: equal trials for every arm before it is reported
 results.py      `ComparisonResults`: the results, typed; `write` and `read` are results.json
 aggregate.py    `read_cells`, `summarize`, `write_results`: the results, from the cells' folders alone
 summary.py      the verdict and the tables in words
-terminal.py     `print_results`: what the terminal shows of them
+view.py         what a comparison tells while it runs; terminal.py shows it, its cells by board.py
 page.py         `write_compare_page`: report.html, and what its charts show
 
 Import these functions from their modules, as rlhf/api/comparing.py does; the package itself exports nothing.

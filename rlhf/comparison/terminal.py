@@ -1,8 +1,8 @@
-"""What the terminal shows of a comparison: a row for each arm, what tuning changed, the suites and the verdict."""
+"""What the terminal shows of a comparison: its cells while they run, and its results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +10,47 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlhf.comparison.board import Board
 from rlhf.comparison.results import ArmResult, ComparisonResults
 from rlhf.comparison.summary import format_gain, ranking, suite_tables, verdict
 from rlhf.comparison.tuning.run import tuning_notes, tuning_table
+from rlhf.comparison.view import ComparisonView
+from rlhf.guard.rule import Violation
 from rlhf.report.charts import Table as SuiteTable
+from rlhf.report.terminal import STYLES, Terminal
 from rlhf.tracking.progress import printable
 
 
-def print_results(results: ComparisonResults, report: Path, console: Console) -> None:
-    """Print the results of a comparison, and where its page is."""
-    table = Table("arm", "judge's score", "gain over start", "KL, nats", "status", box=None, pad_edge=False)
-    ranked = ranking(results)
-    for name in [*ranked, *(name for name in results.arms if name not in ranked)]:
-        table.add_row(name, *_row(results.arms[name]))
-    console.print(table)
-    _print_tuning(results, console)
-    for suite in suite_tables(results):
-        _print_suite(suite, console)
-    console.print(Text(printable(verdict(results))))
-    console.print(Text(f"report  {report}"), soft_wrap=True)
+class ComparisonTerminal(ComparisonView):
+    """Prints what a comparison tells, and draws the cells that run."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(Terminal(console))
+        self._console = console
+
+    def violations(self, violations: Mapping[str, Sequence[Violation]]) -> None:
+        """Print the violations of each arm, a line each."""
+        for name, broken in violations.items():
+            for violation in broken:
+                level = violation.rule.level
+                self._console.print(Text(f"{level}: {name}: {violation}", style=STYLES[level]), soft_wrap=True)
+
+    def board(self, total: int, *, alone: bool) -> Board:
+        """Return a display in the terminal."""
+        return Board(self._console, total, alone=alone)
+
+    def results(self, results: ComparisonResults, report: Path) -> None:
+        """Print a row for each arm, what tuning changed, the suites and the verdict, and where the page is."""
+        table = Table("arm", "judge's score", "gain over start", "KL, nats", "status", box=None, pad_edge=False)
+        ranked = ranking(results)
+        for name in [*ranked, *(name for name in results.arms if name not in ranked)]:
+            table.add_row(name, *_row(results.arms[name]))
+        self._console.print(table)
+        _print_tuning(results, self._console)
+        for suite in suite_tables(results):
+            _print_suite(suite, self._console)
+        self._console.print(Text(printable(verdict(results))))
+        self.run.note(f"report  {report}")
 
 
 def _row(arm: ArmResult) -> list[str]:

@@ -45,12 +45,14 @@ from rlhf.factory.rewards import build_source
 from rlhf.factory.run import build_run
 from rlhf.factory.sampler import Completer
 from rlhf.models.folders import model_folder
+from rlhf.report.terminal import Terminal
 from rlhf.runtime.distributed import is_main_process, shutdown
 from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.seeding import derive_seed
 from rlhf.suites.suite import Suite, find_suite
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, to_json
+from rlhf.tracking.view import View
 from rlhf.training.rollout import sample_records
 from rlhf.types import Completions, Scores
 
@@ -254,7 +256,7 @@ def cell_main(folder: Path) -> int:
         The exit code: 0 when the cell is done, 2 for a user error, INTERRUPTED when it was stopped.
     """
     try:
-        return 0 if run_cell(read_cell(folder), Console(quiet=not is_main_process())) else INTERRUPTED
+        return 0 if run_cell(read_cell(folder), Terminal(Console(quiet=not is_main_process()))) else INTERRUPTED
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -264,7 +266,7 @@ def cell_main(folder: Path) -> int:
         shutdown()
 
 
-def run_cell(cell: Cell, console: Console) -> bool:
+def run_cell(cell: Cell, view: View) -> bool:
     """Train (if the cell trains), judge and write judged.json; return False if it was interrupted and saved.
 
     Raises:
@@ -279,7 +281,7 @@ def run_cell(cell: Cell, console: Console) -> bool:
     elif config.budget is None:
         judged = judge_model(config, None)
     else:
-        if not _train(cell, config.budget, console):
+        if not _train(cell, config.budget, view):
             return False
         judged = judge_model(config, trained)
     if is_main_process():
@@ -288,9 +290,9 @@ def run_cell(cell: Cell, console: Console) -> bool:
     return True
 
 
-def _train(cell: Cell, budget: BudgetConfig, console: Console) -> bool:
+def _train(cell: Cell, budget: BudgetConfig, view: View) -> bool:
     train = cell.config.train
-    run = build_run(train, console)
+    run = build_run(train, view)
     run.session.budget = CostTracker(cell.run_folder, run.run, train, budget)
     try:
         return run.train()

@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from rlhf.config.load import dump, unread_warnings
 from rlhf.config.run import ScheduleConfig
 from rlhf.config.sections import OnlineConfig, RewardModelConfig, TrainConfig
@@ -42,6 +39,7 @@ from rlhf.tracking.same_run import (
     remove_leftovers,
 )
 from rlhf.tracking.trackers import open_trackers
+from rlhf.tracking.view import View
 from rlhf.training.feed import StreamFeed
 from rlhf.training.health import BestKeeper, HealthMonitor, RowValues
 from rlhf.training.session import Recorder, Session, TrainState
@@ -60,7 +58,7 @@ class RunContext:
     resume: Path | None
     state: TrainState
     positions: Mapping[str, int]
-    console: Console | None
+    view: View
     release: Callable[[], None]  # releases the run folder's lock
     changed: Sequence[Change] = ()  # settings that differ from those the run began with
     recorded: Mapping[str, str] = field(default_factory=dict)  # digests of the inputs, as the checkpoint has them
@@ -76,13 +74,17 @@ class RunContext:
 
     def announce(self, text: str) -> None:
         """Print a message at once, before the run begins."""
-        if self.console is not None:
-            self.console.print(Text(text), soft_wrap=True)
+        self.view.note(text)
 
     @property
     def is_other_run(self) -> bool:
         """Return whether checkpoint.resume=always continues the weights of a run with settings that it did not have."""
         return any(not change.is_allowed for change in self.changed)
+
+    @property
+    def exports_anew(self) -> bool:
+        """Return whether a setting of the export has changed since the run began."""
+        return any(matches(change.key, EXPORT) for change in self.changed)
 
     def rows_read(self, name: str, rows: RowCounts) -> None:
         """Report how many rows of the data set data.NAME are used, and record and check them."""
@@ -148,15 +150,11 @@ class RunContext:
             show: the metrics of the progress display.
             targets: the target values that the progress display shows beside a metric.
         """
-        config, ranks = self.config, self.engine.ranks
-        progress = Progress(config.run.name, total_steps, self.console, start_step=self.state.step, targets=targets)
-        exports_anew = any(matches(change.key, EXPORT) for change in self.changed)
-        is_over = self.resume is not None and self.state.step >= total_steps
-        records = not is_over or (exports_anew and not self.is_other_run)  # settings that nothing used are not recorded
-        changed = ranks.on_main(lambda: self._write_configs(dump(config))) if records else []
+        config, versions = self.config, self._record_settings(total_steps)
+        progress = self.view.progress(config.run.name, total_steps, start_step=self.state.step, targets=targets)
         recorder = self._open_recorder(progress, show)
         health = self._open_health(recorder)
-        self._report_to(recorder, _resume_messages(self, changed, total_steps))
+        self._report_to(recorder, _resume_messages(self, versions, total_steps))
         return Session(
             state=self.state,
             total_steps=total_steps,
@@ -170,10 +168,10 @@ class RunContext:
             log_every=config.logging.every,
             max_bad_steps=config.schedule.max_bad_steps,
             resumed=self.resume is not None,
-            exports_anew=exports_anew,
+            exports_anew=self.exports_anew,
             health=health,
             feed=StreamFeed(self.streams, recorder.note) if self.streams else None,
-            ranks=ranks,
+            ranks=self.engine.ranks,
         )
 
     def _open_recorder(self, progress: Progress, show: Sequence[str]) -> Recorder:
@@ -239,20 +237,29 @@ class RunContext:
         positions: dict[str, Mapping[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
         return positions.get(section, {})
 
-    def _write_configs(self, resolved: Mapping[str, object]) -> list[str]:
-        """Write the configuration files into the run folder; return the packages of another version than before."""
-        changed = self.folder.write_config(resolved, anew=self.resume is None)
-        for name, settings in self.engine.written.items():
-            self.folder.write_deepspeed(name, settings)
-        return changed
+    def _record_settings(self, total_steps: int) -> list[str]:
+        """Write the configuration files into the run folder, unless nothing will use these settings.
+
+        Returns:
+            The packages of another version than before.
+        """
+        is_over = self.resume is not None and self.state.step >= total_steps
+        if is_over and (self.is_other_run or not self.exports_anew):
+            return []
+
+        def write() -> list[str]:
+            changed = self.folder.write_config(dump(self.config), anew=self.resume is None)
+            for name, settings in self.engine.written.items():
+                self.folder.write_deepspeed(name, settings)
+            return changed
+
+        return self.engine.ranks.on_main(write)
 
 
-def open_context(
-    config: TrainConfig | RewardModelConfig, console: Console | None, notes: Sequence[str] = ()
-) -> RunContext:
+def open_context(config: TrainConfig | RewardModelConfig, view: View | None, notes: Sequence[str] = ()) -> RunContext:
     """Lock the run folder, create the engine, and find the checkpoint to resume from.
 
-    The `notes` are told at the start, after warnings about the configuration. Without a console nothing is printed.
+    The `notes` are told at the start, after warnings about the configuration. Without a view nothing is shown.
 
     Raises:
         ConfigError: the run cannot fit into the memory of the device.
@@ -280,7 +287,7 @@ def open_context(
         resume=resume,
         state=state,
         positions=positions,
-        console=console,
+        view=view or View(),
         release=release,
         changed=changed,
         recorded=recorded,

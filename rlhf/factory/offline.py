@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.offline_loss import LabelLoss, PairLoss
@@ -56,6 +55,7 @@ from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import TrainableModel
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.tracking.metrics import progress_metrics
+from rlhf.tracking.view import View
 from rlhf.training.checkpoints import Saver, load_trainer_state, restore_trainer_state
 from rlhf.training.losses import DemonstrationLoss
 from rlhf.training.micro_batches import count_tokens
@@ -251,14 +251,14 @@ def evaluate_labelled_fn(judgments: PreferenceData, loss: LabelledLoss, rows: An
     return lambda values: evaluate_loss(batches(), loss, ranks, leave_out={"preference/accuracy"}, rows=values)
 
 
-def build_offline(config: OfflineConfig, console: Console | None = None) -> OfflineRun:
+def build_offline(config: OfflineConfig, view: View | None = None) -> OfflineRun:
     """Build an offline run, at step 0 or resumed from its newest checkpoint.
 
     Raises:
         UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
     config, precision = choose_precision(config)
-    context = open_context(config, console, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
+    context = open_context(config, view, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
     with context.undone_on_error():
         return _build(config, context)
 

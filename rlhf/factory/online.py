@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -49,6 +48,7 @@ from rlhf.sampling.pool import ServerPool
 from rlhf.sampling.sampler import OffloadingSampler, Sampler
 from rlhf.tracking.fingerprint import content_digest
 from rlhf.tracking.metrics import progress_metrics
+from rlhf.tracking.view import View
 from rlhf.training.checkpoints import OnlineSaver, load_trainer_state, restore_trainer_state
 from rlhf.training.collect import sampling_key
 from rlhf.training.feed import PTX
@@ -144,7 +144,7 @@ def _restore_completions(saved: dict[str, Any], prompts: Stream[Prompts], group_
     return extend(Completions, rows, **fields)
 
 
-def build_online(config: OnlineConfig, console: Console | None = None) -> OnlineRun:
+def build_online(config: OnlineConfig, view: View | None = None) -> OnlineRun:
     """Build an online run, at step 0 or resumed from its newest checkpoint.
 
     Raises:
@@ -152,7 +152,7 @@ def build_online(config: OnlineConfig, console: Console | None = None) -> Online
     """
     config, precision = choose_precision(config)
     check_functions(config)
-    context = open_context(config, console, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
+    context = open_context(config, view, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
     with context.undone_on_error():
         return _build(config, context)
 

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.steps import StepLoss
@@ -28,19 +27,20 @@ from rlhf.runtime.device import choose_precision
 from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.checkpoint import replace_folder
 from rlhf.tracking.metrics import progress_metrics
+from rlhf.tracking.view import View
 from rlhf.training.checkpoints import Saver
 from rlhf.training.micro_batches import count_tokens
 from rlhf.training.offline import OfflineRun
 
 
-def build_process_model(config: RewardModelConfig, console: Console | None = None) -> OfflineRun:
+def build_process_model(config: RewardModelConfig, view: View | None = None) -> OfflineRun:
     """Build a run, at step 0 or resumed from its newest checkpoint.
 
     Raises:
         UserError: a model, data set or checkpoint is missing or invalid; the subclass says which.
     """
     config, precision = choose_precision(config)
-    context = open_context(config, console, precision)
+    context = open_context(config, view, precision)
     with context.undone_on_error():
         return _build(config, context)
 

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.ensemble import EnsembleLoss, bootstrap_weights
@@ -36,20 +35,21 @@ from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import Engine, TrainableModel
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.tracking.metrics import progress_metrics
+from rlhf.tracking.view import View
 from rlhf.training.checkpoints import Saver, load_trainer_state
 from rlhf.training.micro_batches import count_tokens
 from rlhf.training.offline import OfflineRun
 from rlhf.types import PreferencePairs
 
 
-def build_reward_model(config: RewardModelConfig, console: Console | None = None) -> RewardModelRun:
+def build_reward_model(config: RewardModelConfig, view: View | None = None) -> RewardModelRun:
     """Build a reward-model run, at step 0 or resumed from its newest checkpoint.
 
     Raises:
         UserError: a model, data set or checkpoint is missing or invalid; the subclass says which.
     """
     config, precision = choose_precision(config)
-    context = open_context(config, console, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
+    context = open_context(config, view, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
     with context.undone_on_error():
         return _build(config, context)
 

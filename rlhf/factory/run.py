@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from rich.console import Console
-
 from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.factory.exported import note_export
 from rlhf.factory.offline import build_offline
@@ -18,6 +16,7 @@ from rlhf.models.folders import MODEL
 from rlhf.tracking.checkpoint import replace_folder
 from rlhf.tracking.exported import read_export
 from rlhf.tracking.run_folder import completed_step
+from rlhf.tracking.view import View
 from rlhf.training.offline import OfflineRun, train_offline
 from rlhf.training.online import train
 from rlhf.training.online_run import OnlineRun
@@ -82,14 +81,14 @@ class TrainingRun:
         self.session.ranks.on_main(copy)
 
 
-def build_run(config: TrainConfig, console: Console | None = None) -> TrainingRun:
-    """Build the run that `config` describes, at step 0 or resumed from its newest checkpoint.
+def build_run(config: TrainConfig, view: View | None = None) -> TrainingRun:
+    """Build the run that `config` describes, at step 0 or resumed from its newest checkpoint; `view` sees it train.
 
     Raises:
         UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
     if isinstance(config, OnlineConfig):
-        online = build_online(config, console)
+        online = build_online(config, view)
         return TrainingRun(online, partial(train, online))
-    offline = build_offline(config, console)
+    offline = build_offline(config, view)
     return TrainingRun(offline, partial(train_offline, offline))

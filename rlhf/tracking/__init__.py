@@ -2,7 +2,8 @@
 
 - `metrics`: the table of every metric's name, unit and meaning. A name that is not in it cannot be logged.
 - `run_folder`: the files of a run, and its lock. `checkpoint`: checkpoints that are whole or absent.
-- `trackers`: JSONL, TensorBoard, Weights & Biases, trackio, MLflow. `progress`: the terminal display.
+- `trackers`: JSONL, TensorBoard, Weights & Biases, trackio, MLflow.
+- `view`: what a run tells while it trains. `progress`: the terminal display of its steps.
 
 This package exports nothing: import from its modules, as in `from rlhf.tracking.run_folder import RunFolder`.
 """

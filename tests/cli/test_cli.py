@@ -167,6 +167,7 @@ def test_resume_never_begins_again_and_keeps_the_old_run(tmp_path: Path, capsys:
     assert "nothing to train" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_the_process_exits_0_on_sigterm_and_the_same_command_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

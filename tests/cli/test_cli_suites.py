@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
+import word_rewards
 import yaml
 from bigram import EOS, bigram_model
 from runs import make_model, offline_tree, write_rows
@@ -130,7 +130,7 @@ def test_a_run_brings_its_reference_its_judge_and_its_settings(
     assert results["left_out"] == []
     assert results["config"]["beta"] == 0.5
     assert results["config"]["sampling"]["max_new_tokens"] == 6
-    assert results["config"]["source"]["target"] == f"{runs.__file__}:count_good"
+    assert results["config"]["source"]["target"] == f"{word_rewards.__file__}:count_good"
     assert results["figures"]["implicit_accuracy"]["value"] == 1.0
     assert results["figures"]["implicit_margin"]["value"] == pytest.approx(0.5 * 1.0986, abs=1e-3)  # beta log 3
     assert results["figures"]["score_chosen"]["value"] == 1.0
@@ -269,7 +269,7 @@ def test_the_settings_and_figures_are_on_the_page(tmp_path: Path, model: str) ->
             "sampling.max_new_tokens=6",
             f"reference={model}",
             "source.type=function",
-            f"source.target={runs.__file__}:count_good",
+            f"source.target={word_rewards.__file__}:count_good",
         ]
         more = {"hh": more, "lab": more[:2]}.get(suite, more[:1])
         assert (

@@ -94,4 +94,4 @@ def at_once(cell: Cell, place: int) -> Ended:
 
 def compared(tree: dict[str, Any]) -> bool:
     """The whole comparison in this process; False where it was interrupted."""
-    return run_compare(compare_config(tree), beside=Path(), console=quiet(), start=at_once)
+    return run_compare(compare_config(tree), beside=Path(), start=at_once)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cases import compare_tree, plan_of
-from runs import prompts_file, quiet
+from runs import prompts_file
 
 from rlhf.api.checks import check_arm_files
 from rlhf.api.comparing import check_arms, run_compare
@@ -101,7 +101,7 @@ def test_a_misspelt_loss_is_named_before_the_lab_is_made(folder: Path) -> None:
     arms = own(folder, target=f"{folder / 'mine.py'}:kubic")
     config = compare_config(compare_tree(folder, arms=arms, lab={"folder": str(folder / "lab")}))
     with pytest.raises(ConfigError, match=r"^arms\.own: loss target .*did you mean cubic\?$"):
-        run_compare(config, beside=folder, console=quiet())
+        run_compare(config, beside=folder)
     assert not (folder / "lab" / "sft").exists()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cases import Ended, compare_tree, compared, failing_arm, here, plan_of
-from runs import make_model, quiet
+from runs import make_model
 
 from rlhf.api.comparing import run_compare
 from rlhf.comparison.aggregate import read_cells, summarize
@@ -28,6 +28,7 @@ from rlhf.comparison.costs import (
 from rlhf.comparison.plan import ensure_owner, make_plan
 from rlhf.comparison.scheduler import FAILED, failure_of, run_cells
 from rlhf.comparison.trial import JUDGED, Judgment
+from rlhf.comparison.view import ComparisonView
 from rlhf.config.load import compare_config, load_compare
 from rlhf.errors import ConfigError, UserError
 from rlhf.evaluation.win_rate import Interval
@@ -146,7 +147,7 @@ def test_a_failed_arm_is_recorded_and_the_others_finish(tmp_path: Path) -> None:
 
 def test_a_comparison_continues_from_its_folder(tmp_path: Path) -> None:
     config = compare_config({**compare_tree(tmp_path), "base": "base.yaml"})
-    interrupted = run_compare(config, beside=tmp_path, console=quiet(), start=lambda *_: Ended("interrupted"))
+    interrupted = run_compare(config, beside=tmp_path, start=lambda *_: Ended("interrupted"))
     assert not interrupted
     for cell in make_plan(config, beside=tmp_path).cells:
         ensure_owner(cell)
@@ -156,7 +157,7 @@ def test_a_comparison_continues_from_its_folder(tmp_path: Path) -> None:
         ensure_owner(cell)
     settings = (folder / "compare.yaml").read_bytes()
     with pytest.raises(ConfigError, match=r"ppo.* other settings \(budget.completions, "):
-        run_compare(load_compare(folder, ["budget.completions=32"]), beside=folder, console=quiet())
+        run_compare(load_compare(folder, ["budget.completions=32"]), beside=folder)
     assert (folder / "compare.yaml").read_bytes() == settings
 
 
@@ -271,5 +272,5 @@ def test_a_cell_that_is_done_is_not_run_again(finished: Path) -> None:
         seen.append(cell.arm)
         raise AssertionError("a finished cell was run again")
 
-    assert run_cells(plan, refuse, quiet())
+    assert run_cells(plan, refuse, ComparisonView())
     assert seen == []

@@ -15,23 +15,21 @@ from typing import Any
 import pytest
 from cases import compare_tree, compared, failing_arm, plan_of
 from rich.console import Console
-from runs import quiet
 
 from rlhf.api.comparing import run_compare
+from rlhf.comparison.board import OUTPUT, Board, Tail
 from rlhf.comparison.costs import COSTS
 from rlhf.comparison.plan import Cell, ensure_owner
 from rlhf.comparison.scheduler import (
     ERRORS,
     FAILED,
-    OUTPUT,
     CellProcess,
-    ComparisonProgress,
-    Tail,
     extract_error,
     failure_of,
     resource_environment,
     visible_devices,
 )
+from rlhf.comparison.terminal import ComparisonTerminal
 from rlhf.comparison.trial import INTERRUPTED, JUDGED
 from rlhf.config.load import compare_config
 from rlhf.errors import ConfigError
@@ -41,7 +39,8 @@ from rlhf.tracking.trackers import read_jsonl
 def in_processes(tree: dict[str, Any], console: Console | None = None) -> bool:
     config = compare_config(tree)
     start = partial(CellProcess, jobs=config.jobs)
-    return run_compare(config, beside=Path(), console=console or quiet(), start=start)
+    view = None if console is None else ComparisonTerminal(console)
+    return run_compare(config, beside=Path(), view=view, start=start)
 
 
 def timeless(tree: Any) -> Any:
@@ -91,7 +90,7 @@ def test_a_cell_that_is_killed_is_the_only_one_that_fails(tmp_path: Path) -> Non
             os.kill(process.process.pid, signal.SIGKILL)
         return process
 
-    assert run_compare(compare_config(tree), beside=Path(), console=quiet(), start=start)
+    assert run_compare(compare_config(tree), beside=Path(), start=start)
     folder = tmp_path / "compare"
     assert "SIGKILL" in (failure_of(folder / "ppo" / "seed-0") or "")
     statuses = {name: arm["status"] for name, arm in results_of(folder)["arms"].items()}
@@ -121,7 +120,7 @@ def score(*, completions, **rest):
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_stop_reaches_every_cell_and_the_same_command_continues(tmp_path: Path, jobs: int) -> None:
     tree = compare_tree(tmp_path, seeds=[0], arms={"dpo": None, "best_of_n": None}, jobs=jobs)
-    tree["budget"] = {"completions": 16 * 12}
+    tree["budget"] = {"completions": 16 * 8}
     stop, patient = tmp_path / "stop", tmp_path / "patient.py"
     patient.write_text(
         PATIENT.format(stop=str(stop)), encoding="utf-8"
@@ -144,12 +143,12 @@ def test_a_stop_reaches_every_cell_and_the_same_command_continues(tmp_path: Path
     for cell in running:
         assert not (cell / FAILED).exists()
         steps = [row["step"] for row in read_jsonl(cell / COSTS)]
-        assert 3 <= len(steps) < 12
+        assert 3 <= len(steps) < 8
         assert f"step-{steps[-1]:06d}" in {path.name for path in (cell / "checkpoints").iterdir()}
     assert in_processes(tree)
     for arm in ("ppo", "grpo"):
         cell = tmp_path / "compare" / arm / "seed-0"
-        assert [row["step"] for row in read_jsonl(cell / COSTS)] == list(range(1, 13))
+        assert [row["step"] for row in read_jsonl(cell / COSTS)] == list(range(1, 9))
         assert (cell / JUDGED).is_file()
 
 
@@ -210,7 +209,7 @@ def test_on_a_terminal_each_cell_has_one_line(tmp_path: Path) -> None:
         cell.folder.mkdir(parents=True)
     now = [0.0]
     console = Console(file=io.StringIO(), force_terminal=True, width=100, record=True)
-    board = ComparisonProgress(console, 10, alone=False, clock=lambda: now[0])
+    board = Board(console, 10, alone=False, clock=lambda: now[0])
     for cell in cells:
         board.cell_started(cell, "title")
     (cells[0].folder / OUTPUT).write_text("step 1/4\nstep 2/4\n")

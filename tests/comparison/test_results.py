@@ -315,6 +315,7 @@ def test_control_c_stops_the_command_and_its_cells_which_save(tmp_path: Path) ->
         assert results["arms"][cell.parent.name]["status"] == "unfinished"
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_the_command_runs_cells_in_processes_of_their_own(tmp_path: Path) -> None:
     """One arm fails inside its process, the other finishes; the command is done, and says which."""
     arms = {"grpo": None, "dpo": None, "best_of_n": None, "bad": failing_arm(tmp_path)}

@@ -135,7 +135,7 @@ def test_each_turn_has_draws_of_its_own(tmp_path: Path) -> None:
 
 def test_no_gradient_through_what_the_environment_wrote(tmp_path: Path) -> None:
     """The loss reads no log-probability, entropy or value of an environment's token, whatever it is."""
-    run = runs.online(tree(tmp_path), "algorithm.policy_loss.entropy_coef=0.01")
+    run = runs.online(tree(tmp_path), "algorithm.policy_loss.entropy_coef=0.01", "critic.head=normal")
     experience = _experience(run)
     micro = experience.to(run.models.device)
     outputs = run.models.outputs(micro)
@@ -176,11 +176,12 @@ def _close(run: OnlineRun) -> None:
     run.session.recorder.close()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("how", ["raise", "hang", "nan", "four", "exit"])
+@pytest.mark.parametrize(
+    ("how", "workers"),
+    [("raise", 0), ("hang", 0), ("nan", 0), ("four", 0), ("raise", 2), ("hang", 2), ("exit", 2)],
+)
 def test_a_failing_environment_is_counted_and_nothing_else_is_lost(tmp_path: Path, how: str, workers: int) -> None:
-    if how == "exit" and workers == 0:
-        pytest.skip("it would end the test")
+    """Of the mishaps that the environment's host answers itself, one is enough in another process."""
     good = played(runs.online(tree(tmp_path, "Broken", kwargs={"how": "", "prompt": "no"})), group_size=1)
     limits = {"workers": workers, "step_timeout_s": 3.0 if workers else 0.3}
     run = runs.online(tree(tmp_path, "Broken", kwargs={"how": how}, **limits), f"run.out_dir={tmp_path / 'b'}")

@@ -10,7 +10,7 @@ import runs
 from test_episodes import tree
 
 
-@pytest.mark.parametrize("preset", ["ppo", "grpo"])
+@pytest.mark.parametrize("preset", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_the_return_rises(tmp_path: Path, preset: str) -> None:
     """The words that are paid for are told in turns 2 and 3, and `bad` ends an episode early."""
     settings = tree(tmp_path)

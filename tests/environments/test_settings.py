@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import runs
 import word_games
+import word_rewards
 from test_episodes import tree
 
 import rlhf
@@ -49,7 +50,7 @@ def test_the_environment_gives_the_reward(tmp_path: Path) -> None:
         ({"environment": {"target": "no_such_module:Game"}}, "no_such_module"),
         ({"environment": {"target": f"{word_games.__file__}:Colour"}}, "has no 'Colour'"),
         ({"environment": {"kwargs": {"turn": 3}}}, "did you mean turns"),
-        ({"environment": {"target": f"{runs.__file__}:count_good"}}, "count_good"),
+        ({"environment": {"target": f"{word_rewards.__file__}:count_good"}}, "count_good"),
         ({"environment": {"max_turn": 3}}, "max_turns"),
     ],
 )

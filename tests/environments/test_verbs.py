@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import runs
+import word_rewards
 import yaml
 from rich.console import Console
 from test_episodes import tree
@@ -65,7 +66,7 @@ def test_chat_shows_episodes(run_folder: Path, tmp_path: Path, capsys: pytest.Ca
     shutil.copytree(run_folder, plain)
     settings = yaml.safe_load((plain / "config.yaml").read_text())
     settings["environment"] = None
-    settings["reward"] = {"source": {"type": "function", "target": f"{runs.__file__}:count_good"}}
+    settings["reward"] = {"source": {"type": "function", "target": f"{word_rewards.__file__}:count_good"}}
     (plain / "config.yaml").write_text(yaml.safe_dump(settings))
     with pytest.raises(ConfigError, match="without an environment"):
         run_episodes(str(plain), 1, seed=1, greedy=False, console=console)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import runs
+from word_rewards import golds
 
 
 class CountGood:
@@ -18,7 +18,7 @@ class CountGood:
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "", runs.golds(action)[0], True, False, {}
+        return "", golds(action)[0], True, False, {}
 
 
 class Colors:

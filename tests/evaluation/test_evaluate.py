@@ -179,6 +179,7 @@ def test_no_tensor_of_all_logits_is_made(family: str) -> None:
     assert largest.numbers >= vocabulary  # it did look at distributions
 
 
+@pytest.mark.slow
 def test_evaluation_at_a_vocabulary_of_150_000_adds_less_than_one_tensor_of_all_logits() -> None:
     """In a process of its own, by its resident set: 32 prompts x 64 tokens; one such tensor has 1.2 GB."""
     script = Path(__file__).with_name("peak_of_evaluation.py")

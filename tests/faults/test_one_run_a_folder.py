@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import word_rewards
 import yaml
 from runs import (
     largest_difference,
@@ -80,9 +81,7 @@ def test_another_input_is_refused(tmp_path: Path, change: dict[str, Any], key: s
     trained(tree)
     write_rows(tmp_path / "other.jsonl", [{"prompt": "red one"}] * 4)
     make_model(tmp_path / "other", seed=1)
-    text = (
-        json.dumps(change).replace("{tmp}", str(tmp_path)).replace("{here}", str(Path(__file__).parents[1] / "runs.py"))
-    )
+    text = json.dumps(change).replace("{tmp}", str(tmp_path)).replace("{here}", word_rewards.__file__)
     with pytest.raises(CheckpointError, match=rf"holds another run \(step 2\): {key}: "):
         online(merge(tree, json.loads(text)))
 

@@ -20,7 +20,7 @@ from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import Trackers
 from rlhf.training.session import TrainState
 
-JUDGE = {"type": "function", "target": f"{Path(__file__).parents[1] / 'runs.py'}:count_words"}
+JUDGE = {"type": "function", "target": f"{Path(__file__).parents[1] / 'word_rewards.py'}:count_words"}
 FIERCE = {
     "policy": {"lr": 1.0},
     "critic": {"lr": 5.0e-6},

@@ -8,7 +8,7 @@ import gguf
 import pytest
 import torch
 from real_model import FOLDER, real_model
-from runs import quiet
+from rich.console import Console
 from tiny_models import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -127,7 +127,7 @@ SEA = [{"role": "user", "content": "Tell me of the sea."}]
 @pytest.mark.slow
 def test_smollm2_is_read_back_by_transformers(shared: Path, tmp_path: Path) -> None:
     model, tokenizer = real_model(shared), load_tokenizer(str(shared / FOLDER))
-    run_export(str(shared / FOLDER), tmp_path / "a.gguf", dtype="f32", console=quiet())
+    run_export(str(shared / FOLDER), tmp_path / "a.gguf", dtype="f32", console=Console(quiet=True))
     back = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="a.gguf", dtype=torch.float32)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in back.state_dict().items())
     ids = tokenizer.apply_chat_template(SEA, add_generation_prompt=True, return_dict=False)
@@ -139,7 +139,7 @@ def test_smollm2_is_read_back_by_transformers(shared: Path, tmp_path: Path) -> N
 def test_llama_cpp_writes_the_same_64_tokens(shared: Path, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     tokenizer = load_tokenizer(str(shared / FOLDER))
-    run_export(str(shared / FOLDER), tmp_path / "a.gguf", dtype="f32", console=quiet())
+    run_export(str(shared / FOLDER), tmp_path / "a.gguf", dtype="f32", console=Console(quiet=True))
     ids = tokenizer.apply_chat_template(SEA, add_generation_prompt=True, return_dict=False)
     f32 = llama_cpp.GGML_TYPE_F32  # its cache in half precision, the default, moves logits by .05: more than some gaps
     reader = llama_cpp.Llama(str(tmp_path / "a.gguf"), n_ctx=256, type_k=f32, type_v=f32, verbose=False)

@@ -24,6 +24,11 @@ STEPS = ("schedule.steps=60", "checkpoint.every=0")
 GRPO = ("algorithm.preset=grpo", "sampling.completions_per_prompt=4", "eval.every=0")
 
 
+@pytest.fixture(autouse=True)
+def looks_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.sampling.pool.POLL_S", 0.05)
+
+
 class Mortal:
     """A server that is killed in the middle of some requests, and is started anew at once or never again."""
 

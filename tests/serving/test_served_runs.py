@@ -26,7 +26,6 @@ def tree_of(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
 
 PRESETS = {
     "ppo": ["algorithm.preset=ppo"],
-    "grpo": ["algorithm.preset=grpo", "sampling.completions_per_prompt=4", "batch.prompts_per_step=4"],
     "remax": ["algorithm.preset=remax", "batch.epochs=1", "batch.minibatches=1"],
     "lora": ["algorithm.preset=grpo", "sampling.completions_per_prompt=4", "policy.lora.r=2", "policy.lr=0.1"],
     "ahead": ["algorithm.preset=ppo", "overlap.ahead=true"],

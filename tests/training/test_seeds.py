@@ -43,10 +43,22 @@ def tree_of(folder: Path, *changes: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights of runs that change nothing, by preset."""
+    trees = {preset: {"algorithm": {"preset": preset}} for preset in ("ppo", "ppo_penalty")}
+    runs = {preset: trained(tree_of(tmp_path_factory.mktemp(preset), tree)) for preset, tree in trees.items()}
+    return {preset: weights(run.models.policy) for preset, run in runs.items()}
+
+
 @pytest.mark.parametrize("change", [NORMALIZED, ADAPTED, PER_MINIBATCH, VTRACE, BACKTRACKED])
-def test_a_resumed_run_is_the_run(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_each_changes_the_run_and_a_resumed_run_is_the_run(
+    tmp_path: Path, change: dict[str, Any], plain: dict[str, dict[str, torch.Tensor]]
+) -> None:
     tree = tree_of(tmp_path, change)
     whole = trained(tree, f"run.out_dir={tmp_path / 'whole'}")
+    preset = change.get("algorithm", {}).get("preset", "ppo")
+    assert largest_difference(plain[preset], weights(whole.models.policy)) > 1e-4
     first = online(tree)
     first.session.total_steps = 2
     train(first)
@@ -55,14 +67,6 @@ def test_a_resumed_run_is_the_run(tmp_path: Path, change: dict[str, Any]) -> Non
     assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
     assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == (tmp_path / "run" / "metrics.jsonl").read_bytes()
     assert vars(resumed.session.state)["score_moments"] == vars(whole.session.state)["score_moments"]
-
-
-@pytest.mark.parametrize("change", [NORMALIZED, ADAPTED, PER_MINIBATCH, BACKTRACKED])
-def test_each_changes_the_run(tmp_path: Path, change: dict[str, Any]) -> None:
-    base = {"algorithm": {"preset": change.get("algorithm", {}).get("preset", "ppo")}}
-    plain = trained(tree_of(tmp_path, base), f"run.out_dir={tmp_path / 'plain'}")
-    changed = trained(tree_of(tmp_path, change))
-    assert largest_difference(weights(plain.models.policy), weights(changed.models.policy)) > 1e-4
 
 
 def test_scores_are_on_the_scale_of_all_scores_so_far(tmp_path: Path) -> None:
