@@ -61,7 +61,7 @@ def run_compare(
     view.violations({name: lint(run) for name, run in trained_arms(plan).items()})
     check_arms(plan)
     if config.lab is not None:
-        if not _prepare_lab(config.lab, view.run):
+        if not _prepare_lab(plan, config.lab, view.run):
             return False
         check_arm_files(plan)
     for cell in plan.untuned():
@@ -157,15 +157,23 @@ def _write_results(plan: Plan) -> tuple[ComparisonResults, Path] | None:
     return results, write_compare_page(plan, results, comparison_charts(results), cells)
 
 
-def _prepare_lab(lab: LabConfig, view: View) -> bool:
-    """Make the lab's start model, pairs and reward model if any is missing; return False if the user stopped it."""
+def _prepare_lab(plan: Plan, lab: LabConfig, view: View) -> bool:
+    """Make what the arms read of the lab if any of it is missing; return False if the user stopped it.
+
+    These are the start model, the pairs and, if an arm names it, the reward model.
+    """
     folder = Path(lab.folder)
-    required = (folder / "sft" / MODEL, folder / "preferences" / "train.jsonl", folder / "rm" / MODEL)
+    cells = [*plan.cells, *plan.trials]
+    needs_reward_model = any(str(folder / "rm") in cell.config.model_dump_json() for cell in cells)
+    required = [folder / "sft" / MODEL, folder / "preferences" / "train.jsonl"]
+    if needs_reward_model:
+        required.append(folder / "rm" / MODEL)
     if all(path.exists() for path in required):
         check_lab_folder(folder, seed=lab.seed, view=view)
-        view.note(f"the lab's start model, pairs and reward model: as they are in {folder}")
+        view.note(f"the lab's models and pairs: as they are in {folder}")
         return True
-    return prepare_lab(folder, seed=lab.seed, view=view) is not None
+    of = 3 if needs_reward_model else 2
+    return prepare_lab(folder, seed=lab.seed, view=view, of=of, reward_model=needs_reward_model) is not None
 
 
 def exact_frontier_of(folder: Path) -> tuple[FrontierPoint, ...] | None:

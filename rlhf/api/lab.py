@@ -25,7 +25,9 @@ PAIRS: dict[Split, int] = {"train": 8000, "eval": 1000}  # prompts, two completi
 RECORD = "lab.json"  # the seed and the version of the lab that a folder was made with
 
 
-def prepare_lab(folder: Path, *, seed: int, view: View | None = None, of: int = 3) -> PairsFile | None:
+def prepare_lab(
+    folder: Path, *, seed: int, view: View | None = None, of: int = 3, reward_model: bool = True
+) -> PairsFile | None:
     """Run the stages before any algorithm, into sft/, preferences/ and rm/ of `folder`; finished stages are skipped.
 
     Args:
@@ -33,6 +35,7 @@ def prepare_lab(folder: Path, *, seed: int, view: View | None = None, of: int = 
         seed: the seed of all three stages.
         view: what shows the stages; without one nothing is shown.
         of: how many stages the caller has in all, for the headings.
+        reward_model: whether a reward model is needed.
 
     Returns:
         The held-out pairs; None if a stage was interrupted and saved.
@@ -49,6 +52,8 @@ def prepare_lab(folder: Path, *, seed: int, view: View | None = None, of: int = 
         return None
     view.heading(f"2/{of}  preference pairs: two completions a prompt, ranked with noise")
     held_out = make_pairs(folder, sft.sampling, seed, view)
+    if not reward_model:
+        return held_out
     view.heading(f"3/{of}  reward model")
     rm = resolve_lab_paths(load_reward_model(lab_config("reward_model"), [*seeded, *stage_paths(folder)["rm"]]))
     return held_out if run_reward_model(rm, view) else None

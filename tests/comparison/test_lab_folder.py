@@ -56,6 +56,23 @@ def test_a_comparison_asks_too_before_anything_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "compare").exists()
 
 
+@pytest.mark.parametrize("names_it", [True, False])
+def test_a_reward_model_is_made_only_if_an_arm_names_it(
+    names_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = tmp_path / "lab", []
+
+    def prepared(*_: object, of: int, reward_model: bool, **__: object) -> None:
+        asked.append((of, reward_model))  # None, as if the user had stopped it
+
+    monkeypatch.setattr("rlhf.api.comparing.prepare_lab", prepared)
+    tree = compare_tree(tmp_path, lab={"folder": str(folder)})
+    if not names_it:  # instead of the lab's, which is the default
+        tree["reward_source"] = {"type": "function", "target": "rlhf.lab.gold:gold_reward"}
+    compared(tree)
+    assert asked == [(3, True) if names_it else (2, False)]
+
+
 def test_a_folder_without_a_record_is_taken_with_a_warning(tmp_path: Path) -> None:
     folder, stream = finished(tmp_path / "lab"), io.StringIO()
     check_lab_folder(folder, seed=1, view=Terminal(Console(file=stream, width=300)))
