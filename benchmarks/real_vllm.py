@@ -36,6 +36,7 @@ PPO = ("batch.prompts_per_step=4", "sampling.completions_per_prompt=1")
 RUNS = {"nocure": (3, GRPO), "grpo": (20, (*GRPO, CURE)), "ppo": (20, (*PPO, CURE))}
 COMMON = (
     "data.eval_prompts=null",
+    "data.system=null",
     "data.chat_template=none",
     "policy.dtype=float32",
     "sampling.backend=server",
