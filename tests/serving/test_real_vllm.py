@@ -1,0 +1,91 @@
+"""A real vLLM, started by the run: the same log-probabilities as the trainer's, pushes, and the canary's old head.
+
+Set RLHF_VLLM to the program, such as /opt/vllm/bin/vllm, of an environment with a build of vLLM for CPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import make_model, online, ppo_tree, trained
+from test_launched_servers import free_port
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf.errors import SamplingError
+from rlhf.training.online import train
+
+PROGRAM = os.environ.get("RLHF_VLLM", "")
+EXTENSION = """
+class Extension:
+    def resync_head(self):
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        dispatch_cpu_unquantized_gemm(self.model_runner.get_model().lm_head, remove_weight=False)
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PROGRAM, reason="RLHF_VLLM is not set: no vLLM to start"),
+]
+
+
+def tied_model(folder: Path) -> Path:
+    """A tiny Llama with tied embeddings, and heads of a size that vLLM computes on a CPU."""
+    make_model(folder)
+    config = LlamaConfig.from_pretrained(
+        folder,
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def tree_of(folder: Path, after_reload: list[str]) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    (folder / "policy_extension.py").write_text(EXTENSION)
+    server = {
+        "type": "vllm",
+        "after_reload": after_reload,
+        "launch": {
+            "program": PROGRAM,
+            "port": free_port(),
+            "arguments": ["--enforce-eager", "--worker-extension-cls", "policy_extension.Extension"],
+            "environment": {"PYTHONPATH": str(folder), "VLLM_CPU_KVCACHE_SPACE": "1"},
+        },
+    }
+    return ppo_tree(
+        folder,
+        algorithm={"preset": "grpo"},
+        batch={"prompts_per_step": 4},
+        policy={"model": str(tied_model(folder / "model")), "lr": 1e-2},
+        sampling={"backend": "server", "server": server, "completions_per_prompt": 2, "old_log_probs": "trainer"},
+        schedule={"steps": 3},
+    )
+
+
+def test_log_probabilities_are_the_trainers_after_every_push(tmp_path: Path) -> None:
+    trained(tree_of(tmp_path, ["resync_head"]))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]  # 0: the evaluation before the first
+    for line in lines[1:]:
+        assert 0 < line["kl/sampler_mismatch"] < 1e-4
+        assert line["server/canary"] < 1e-4
+        assert line["server/pushed_mb"] > 0
+
+
+def test_the_canary_stops_the_run_at_an_old_head(tmp_path: Path) -> None:
+    run = online(tree_of(tmp_path, []))
+    with pytest.raises(SamplingError, match="old lm_head"):
+        train(run)
+    run.session.recorder.close()
