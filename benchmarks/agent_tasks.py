@@ -119,7 +119,7 @@ class Mental:
 
 
 def point(read: list[str], row: Mapping[str, Any], draw: random.Random) -> str:
-    """Point at a cup: some answers follow the ball, most take the other cup of the last swap."""
+    """Choose a cup: some answers follow the ball, most take the other cup of the last swap."""
     cups = re.findall(r"\[(\w)\]", read[0].partition("Ball starts: ")[2].partition("\n")[0])
     ball, pair = cups.index("X"), (0, 0)
     for pair in re.findall(r"swapped cups (\d) and (\d)", read[0]):
@@ -135,7 +135,7 @@ def spell(read: list[str], row: Mapping[str, Any], draw: random.Random) -> str:
     return other + one + other if draw.random() < GOOD else other + other + one
 
 
-SHORT = {"schedule": {"steps": 30}}
+SHORT = {"schedule": {"steps": 20}}
 LETTERS = {"min_length": 3, "max_length": 3}
 SEVEN: dict[str, Any] = {"highest": 7, "guesses": 3, "price": 0.0}
 GUESS = f"{EXAMPLES / 'guess_number.py'}:GuessNumber"

@@ -204,12 +204,13 @@ def interval(values: Sequence[float]) -> str:
 
 
 def table(cells: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write what the models of each task came to, over the seeds that have all of them."""
+    """Write what the models of each task came to over its seeds; a dash for a model that some of them lack."""
     lines = [HEAD]
     for name in TASKS:
-        whole = [cells[key] for key in sorted(cells) if key.startswith(f"{name}/") and set(MODELS) <= set(cells[key])]
-        if whole:
-            shown = (interval([cell[model]["success"] for cell in whole]) for model in MODELS)
+        seeds = [cells[key] for key in sorted(cells) if key.startswith(f"{name}/") and "ppo" in cells[key]]
+        if seeds:
+            measured = ([seed[model]["success"] for seed in seeds if model in seed] for model in MODELS)
+            shown = (interval(values) if len(values) == len(seeds) else "–" for values in measured)
             lines.append(f"| {name} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
