@@ -1,6 +1,6 @@
 """The tasks of benchmarks/agents_learn.py: an environment, what a run reads and writes in it, and play to imitate.
 
-The play to imitate has the form of the task and is poor at it: three actions in four are random, or stop halfway.
+The play to imitate has the form of the task and is poor at it: most of it is random, wrong, or stops halfway.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rlhf.environments.tools import tool_guide
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 HELD_OUT = 10**6  # row numbers from here on are held out
-GOOD = 0.25  # of the actions to imitate; the others are random, or stop halfway
+GOOD = 0.25  # of the games to imitate, except those that are random
 
 Play = Callable[[list[str], Mapping[str, Any], random.Random], str]
 """Writes an action from the conversation so far, the data row and a random generator."""
@@ -37,7 +36,8 @@ class Task:
     play: Play
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     row: Callable[[int], dict[str, Any]] = lambda number: {"prompt": "Play."}
-    epochs: int = 4  # of imitation, before anything else
+    imitated: int = 2048  # games that the start imitates
+    epochs: int = 4
     settings: Mapping[str, Any] = field(default_factory=dict)  # of its runs, over the common ones
 
     def rows(self, count: int, *, held_out: bool = False) -> list[dict[str, Any]]:
@@ -67,22 +67,16 @@ class Task:
         return messages if messages[-1]["role"] == "assistant" else messages[:-1]
 
 
-def guess(
-    read: list[str], row: Mapping[str, Any], draw: random.Random, *, highest: int = 20, good: float = GOOD
-) -> str:
-    """Choose any number; a share of the guesses, `good`, heed all answers so far."""
-    low, high = 1, highest
-    for number, answer in zip(map(int, read[1::2]), read[2::2], strict=True):
-        low, high = (max(low, number + 1), high) if answer == "Higher." else (low, min(high, number - 1))
-    heeds = draw.random() < good and low <= high
-    return str(draw.randint(low, high) if heeds else draw.randint(1, highest))
+def guess(read: list[str], row: Mapping[str, Any], draw: random.Random) -> str:
+    """Choose any number, whatever the answers are."""
+    return str(draw.randint(1, SEVEN["highest"]))
 
 
 def sum_of(number: int) -> dict[str, Any]:
     """Return the row of a sum of two steps; sums whose number is held out are no others' sums."""
     draw = random.Random(number)
     while True:
-        a, b, c = draw.randint(2, 40), draw.randint(2, 40), draw.randint(2, 9)
+        a, b, c = (draw.randint(2, 9) for _ in range(3))
         if ((a + 3 * b + 7 * c) % 5 == 0) == (number >= HELD_OUT):
             return {"prompt": f"Compute ({a} + {b}) * {c}.", "sum": f"({a} + {b}) * {c}"}
 
@@ -124,29 +118,34 @@ class Mental:
         return "", float(bool(numbers) and int(numbers[-1]) == self.answer), True, False, {}
 
 
-def accept_or_not(read: list[str], row: Mapping[str, Any], draw: random.Random) -> str:
-    """Choose to accept or refuse by the toss of a coin."""
-    return draw.choice(("[accept]", "[continue]"))
+def point(read: list[str], row: Mapping[str, Any], draw: random.Random) -> str:
+    """Choose a cup: some answers follow the ball, most take the other cup of the last swap."""
+    cups = re.findall(r"\[(\w)\]", read[0].partition("Ball starts: ")[2].partition("\n")[0])
+    ball, pair = cups.index("X"), (0, 0)
+    for pair in re.findall(r"swapped cups (\d) and (\d)", read[0]):
+        swap = dict(zip(map(int, pair), map(int, reversed(pair)), strict=True))
+        ball = swap.get(ball, ball)
+    return f"[{ball if draw.random() < GOOD else next(int(cup) for cup in pair if int(cup) != ball)}]"
 
 
-def shuffle(read: list[str], row: Mapping[str, Any], draw: random.Random) -> str:
-    """Answer with the numbers to sort, some in the right order, most in any."""
-    numbers = re.findall(r"-?\d+\.\d+", read[0].partition("order: ")[2].partition("\n")[0])
-    if draw.random() < GOOD:
-        return str(sorted(numbers, key=float, reverse="descending" in read[0]))
-    return str(draw.sample(numbers, len(numbers)))
+def spell(read: list[str], row: Mapping[str, Any], draw: random.Random) -> str:
+    """Answer three letters, of which two are the same; most answers have the two side by side, some at the ends."""
+    letters = sorted(re.findall(r"\w", read[0].rpartition(":")[2]))
+    one, other = sorted(set(letters), key=letters.count) if len(set(letters)) > 1 else letters[:2]
+    return other + one + other if draw.random() < GOOD else other + other + one
 
 
-SORT = {"min_numbers": 3, "max_numbers": 3, "max_decimals": 0, "min_value": 0, "max_value": 99}
+SHORT = {"schedule": {"steps": 20}}
+LETTERS = {"min_length": 3, "max_length": 3}
+SEVEN: dict[str, Any] = {"highest": 7, "guesses": 3, "price": 0.0}
 GUESS = f"{EXAMPLES / 'guess_number.py'}:GuessNumber"
 TASKS = {
     task.name: task
     for task in (
-        Task("guess_7", GUESS, 3, 4, partial(guess, highest=7, good=0.0), {"highest": 7, "guesses": 3, "price": 0.0}),
-        Task("guess_20", GUESS, 5, 4, guess, {"price": 0.0}),
-        Task("calculator", f"{EXAMPLES / 'calculator.py'}:Calculator", 4, 40, calculate, row=sum_of),
+        Task("guess_7", GUESS, 3, 4, guess, SEVEN, imitated=512),
+        Task("calculator", f"{EXAMPLES / 'calculator.py'}:Calculator", 4, 24, calculate, row=sum_of, settings=SHORT),
         Task("no_tool", f"{Path(__file__).resolve()}:Mental", 1, 6, reckon, row=sum_of),
-        Task("sorting", "reasoning_gym:number_sorting", 1, 32, shuffle, SORT),
-        Task("secretary", "textarena:Secretary-v0", 5, 6, accept_or_not),
+        Task("cups", "textarena:ThreeCardMonte-v0", 1, 6, point, {"num_cups": 3, "steps": 2}),
+        Task("palindrome", "reasoning_gym:palindrome_generation", 1, 6, spell, LETTERS),
     )
 }

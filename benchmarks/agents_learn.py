@@ -39,17 +39,17 @@ from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.run_folder import RunFolder
 
 RESULTS = Path(__file__).parent / "results" / "agents_learn.json"
-PAD, END = "<pad>", "<end>"
+PAD, END, READ = "<pad>", "<end>", "<read>"  # READ ends what the policy reads
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
-    "{{ '<end>' if message['role'] == 'assistant' else '\\n' }}{% endfor %}"
+    "{{ '<end>' if message['role'] == 'assistant' else '<read>' }}{% endfor %}"
 )
+RARE = 25  # a phrase of fewer texts than one in 25 is no token
 HELD_OUT_EPISODES = 512
-GAMES = 512  # to imitate
 CURVE_STEPS = 10  # of training, whose mean return is a point of the curve
 T_OF_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t for an interval of 95 %, by the number of seeds
 MODELS = ("start", "sft", "ppo", "grpo")
-HEAD = "| task | SFT alone | as much SFT again | PPO | GRPO |\n|---|---|---|---|---|"
+HEAD = "| task | start | more SFT | PPO | GRPO |\n|---|---|---|---|---|"
 
 COMMON: dict[str, Any] = {
     "run": {"device": "cpu"},
@@ -57,7 +57,7 @@ COMMON: dict[str, Any] = {
     "sampling": {"batch_size": 512},
     "algorithm": {"kl": {"coef": 0.01}},
     "batch": {"epochs": 1, "minibatches": 4, "micro_batch_size": 64},
-    "schedule": {"steps": 120, "warmup_steps": 0, "decay": "constant"},
+    "schedule": {"steps": 60, "warmup_steps": 6, "decay": "linear"},
     "checkpoint": {"every": 0},
 }
 ARMS: dict[str, dict[str, Any]] = {
@@ -68,14 +68,17 @@ EPISODES_PER_STEP = 128
 
 
 def make_model(folder: Path, texts: Sequence[str], seed: int) -> None:
-    """Write an untrained Llama of half a million weights, and a tokenizer with a token for each digit."""
+    """Write an untrained Llama of a tenth of a million weights; a token is a digit, a letter or a frequent phrase."""
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # a token may be a whole phrase
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, whole])
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=512, special_tokens=[PAD, END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=1024,
+        min_frequency=len(texts) // RARE,
+        special_tokens=[PAD, END, READ],
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     fast = PreTrainedTokenizerFast(
@@ -87,12 +90,12 @@ def make_model(folder: Path, texts: Sequence[str], seed: int) -> None:
     fast.save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(fast),
-        hidden_size=128,
-        intermediate_size=344,
+        hidden_size=64,
+        intermediate_size=172,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        initializer_range=128**-0.5,
+        initializer_range=64**-0.5,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         pad_token_id=0,
@@ -144,7 +147,7 @@ def learn(task: Task, arm: str, start: Path, folder: Path, seed: int) -> tuple[P
 
 
 def success(task: Task, model: Path, seed: int) -> float:
-    """Play the held-out episodes; return the mean of their returns, each 0 or 1."""
+    """Play the held-out episodes; return the share with a return of 1."""
     sampling = SamplingConfig(max_new_tokens=task.tokens, batch_size=HELD_OUT_EPISODES)
     chat = load_chat_format(str(model))
     completer = Completer(str(model), sampling, chat=chat)
@@ -161,7 +164,7 @@ def success(task: Task, model: Path, seed: int) -> float:
         )
     environment = EnvironmentConfig(target=task.target, kwargs=dict(task.kwargs), max_turns=task.turns)
     played = completer.player(environment).sample(prompts.all(), key=derive_seed(seed, "held out"), group_size=1)
-    return round(float(played.turn_rewards.sum(dim=1).double().mean()), 4)
+    return round(float((played.turn_rewards.sum(dim=1) > 0.99).double().mean()), 4)
 
 
 def make_start(task: Task, seed: int, folder: Path) -> Path:
@@ -169,7 +172,7 @@ def make_start(task: Task, seed: int, folder: Path) -> Path:
     start = folder / "start" / "model"
     if not start.is_dir():
         shutil.rmtree(folder / "start", ignore_errors=True)  # of a run that was cut off
-        games = task.games(GAMES, seed)
+        games = task.games(task.imitated, seed)
         make_model(folder / "base", [message["content"] for game in games for message in game["messages"]], seed)
         imitate(folder / "base", games, folder / "start", seed, task.epochs)
     return start
@@ -201,12 +204,13 @@ def interval(values: Sequence[float]) -> str:
 
 
 def table(cells: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write what the models of each task came to, over the seeds that have all of them."""
+    """Write what the models of each task came to over its seeds; a dash for a model that some of them lack."""
     lines = [HEAD]
     for name in TASKS:
-        whole = [cells[key] for key in sorted(cells) if key.startswith(f"{name}/") and set(MODELS) <= set(cells[key])]
-        if whole:
-            shown = (interval([cell[model]["success"] for cell in whole]) for model in MODELS)
+        seeds = [cells[key] for key in sorted(cells) if key.startswith(f"{name}/") and "ppo" in cells[key]]
+        if seeds:
+            measured = ([seed[model]["success"] for seed in seeds if model in seed] for model in MODELS)
+            shown = (interval(values) if len(values) == len(seeds) else "–" for values in measured)
             lines.append(f"| {name} | {' | '.join(shown)} |")
     return "\n".join(lines)
 

@@ -119,16 +119,6 @@ def test_what_the_page_of_results_says_of_people_s_pairs() -> None:
     assert j["dpo"]["value"] - j["ppo"]["value"] < 0.01
 
 
-def test_what_agents_learn() -> None:
-    cells = read("agents_learn.json")["cells"]
-    (row,) = [row for row in rows(page("docs/agents.md")) if len(row) == 4 and row[0].endswith(" %")]
-    for shown, model in zip(row, ("start", "sft", "ppo", "grpo"), strict=True):
-        measured = [100 * cells[f"guess_7/{seed}"][model]["success"] for seed in (0, 1, 2)]
-        assert wrong(numbers(shown), measured) == [], (model, shown)
-    midway = [round(100 * max(cells[f"guess_7/{seed}"]["grpo"]["curve"])) for seed in (0, 1)]
-    assert midway == [71, 57]
-
-
 def test_the_share_of_the_reward_that_a_critic_can_explain() -> None:
     (start, after), seen = read_list("critic_ceiling.json"), set()
     assert (start["policy"], after["policy"]) == ("runs/detox/sft", "runs/detox/ppo")
