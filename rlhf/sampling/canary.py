@@ -236,15 +236,15 @@ def _mistakes(models: Models, older: Mapping[str, Tensor]) -> Iterator[tuple[str
     model = models.policy
     current = pushed_tensors(model)
     old = {name: tensor for name, tensor in older.items() if name in current and tensor.shape == current[name].shape}
+    head = _tied_head(model, old)
+    if head is not None:  # first: vLLM makes it on a CPU, and the others take a pass for each tensor
+        yield "old lm_head: the output head of tied embeddings kept its old weights", head
     groups: dict[str, list[str]] = {}
     for name in old:
         for group in _groups(name):
             groups.setdefault(group, []).append(name)
     for group, names in groups.items():
         yield f"old {group}", _Mistake(model, {name: old[name] for name in names})
-    head = _tied_head(model, old)
-    if head is not None:
-        yield "old lm_head: the output head of tied embeddings kept its old weights", head
     for name, tensor in current.items():
         if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
             yield f"transposed {name}", _Mistake(model, {name: tensor.T.clone()})

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from rlhf.config.weights import LoraConfig
 from rlhf.errors import SamplingError
 from rlhf.models.backbone import CausalLM, add_lora, load_causal_lm
 from rlhf.models.policy_models import Models
+from rlhf.sampling import canary
 from rlhf.sampling.pool import ServerPool
 from rlhf.sampling.push import PushedPolicy, pushed_tensors, tensor_digest
 from rlhf.sampling.service import PolicyService, round_to_int8
@@ -185,6 +187,21 @@ def test_a_sound_server_passes_after_every_push(tmp_path: Path, kind: str, lora:
         for seed in range(4):
             assert push(pool, policy) < 1e-4
             perturb(policy.model, seed)
+
+
+def test_the_old_head_is_the_first_cause_that_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass for each tensor before it takes minutes on a published model."""
+    counting = mock.Mock(wraps=canary._logprobs)
+    monkeypatch.setattr(canary, "_logprobs", counting)
+    model = model_folder(tmp_path)
+    policy = policy_of(model, lora=False)
+    with listening(OldHead(load_causal_lm(model), dtype="float32", device=CPU)) as url:
+        pool = pool_of("vllm", url, tmp_path)
+        push(pool, policy)
+        perturb(policy.model, 1)
+        with pytest.raises(SamplingError, match="old lm_head"):
+            push(pool, policy)
+    assert counting.call_count == 2, "as it is, and with the old head"
 
 
 LARGE = 60.0  # times a norm: logits whose rounding in bfloat16 is above the bound
