@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ TAIL = 4  # last ids of the vocabulary in the forced text
 SPREAD = 4  # ids spread over the vocabulary before them
 KEY = 20_260_501  # of the canary's draws
 ROUNDINGS = 2.0  # times the trainer's own rounding: the server rounds too, in another order
+SEARCH_S = 60.0  # seconds after which no more hypotheses are tried
 CLOSER = 0.1  # a hypothesis explains a difference if at most this share of it remains
 
 
@@ -159,7 +161,9 @@ def likely_cause(models: Models, reading: Reading, older: Mapping[str, Tensor]) 
 
     `older` has the tensors before the last push. The mistakes tried are old tensors by groups, transposed matrices,
     other scales of the adapter or of a tensor, a temperature left out, bfloat16 arithmetic, a vocabulary that is cut.
+    Each takes a pass of the model, so no more old, transposed or scaled tensors are tried after SEARCH_S.
     """
+    until = time.monotonic() + SEARCH_S
     if torch.isinf(reading.served_forced).any():
         return "a truncated vocabulary: it does not know the last token ids"
     served = _flat(reading.served_forced, reading.forced)
@@ -172,6 +176,8 @@ def likely_cause(models: Models, reading: Reading, older: Mapping[str, Tensor]) 
             causes.append((float((_logprobs(models, reading.forced) - served).abs().max()), name))
         if causes[-1][0] <= CLOSER**2 * start:
             return name
+        if time.monotonic() > until:
+            break
     with autocast("bfloat16", models.device):
         rounded = float((_logprobs(models, reading.forced, "bfloat16") - served).abs().max())
     causes.append((rounded, "bfloat16 arithmetic on the server"))

@@ -204,6 +204,19 @@ def test_the_old_head_is_the_first_cause_that_is_tried(tmp_path: Path, monkeypat
     assert counting.call_count == 2, "as it is, and with the old head"
 
 
+def test_the_search_for_a_cause_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canary, "SEARCH_S", -1.0)
+    model = model_folder(tmp_path)
+    policy = policy_of(model, lora=False)
+    halved = changed("layers.0.mlp.up_proj", lambda tensor: tensor / 2)
+    with listening(halved(load_causal_lm(model), dtype="float32", device=CPU)) as url:
+        pool = pool_of("vllm", url, tmp_path)
+        push(pool, policy)
+        perturb(policy.model, 1)
+        with pytest.raises(SamplingError, match="no single mistake that was tried explains it"):
+            push(pool, policy)
+
+
 LARGE = 60.0  # times a norm: logits whose rounding in bfloat16 is above the bound
 
 
