@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 
 from torch import Tensor
@@ -255,7 +256,14 @@ class ServerPool:
         assert self.version is not None
         push = Push(path=path, version=self.version, base=base, is_adapter=policy.is_adapter)
         try:
-            self.config.push(remote.http, push)
+            try:
+                self.config.push(remote.http, push)
+            except ServerRefused as error:
+                if base is None or error.status != HTTPStatus.CONFLICT:
+                    raise
+                whole = self._write_full(policy, tensors)  # it was started anew after it had told its version
+                path = self.config.location(whole, self.folders.root)
+                self.config.push(remote.http, replace(push, path=path, base=None))
         except ServerRefused as error:
             raise SamplingError(
                 f"the sampling server {remote.http.url} could not load the weights in {path}: {error}. It may hold a "

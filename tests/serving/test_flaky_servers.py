@@ -137,6 +137,27 @@ def test_a_server_that_was_paused_by_a_push_that_timed_out_goes_on(model: Path, 
         assert ids == drawn(pool_of(tmp_path / "other", url), policy)
 
 
+def test_a_server_that_restarts_before_it_loads_what_changed_gets_everything(model: Path, tmp_path: Path) -> None:
+    class Restarts(PolicyService):
+        loads = 0
+
+        def load(self, path: str, *, version: str | None = None, base: str | None = None) -> None:
+            self.loads += 1
+            if self.loads == 2:
+                self.version = "of its start"
+            super().load(path, version=version, base=base)
+
+    service, policy = service_of(model, Restarts), policy_of(model)
+    with listening(service) as url:
+        pool = pool_of(tmp_path, url)
+        drawn(pool, policy)
+        policy.model.get_output_embeddings().weight.data.mul_(1.5)
+        ids = drawn(pool, policy)
+    assert service.loads == 3
+    with listening(service_of(model)) as url:
+        assert ids == drawn(pool_of(tmp_path / "other", url), policy)
+
+
 class Loads(VllmServer):
     """A server that reports no version, and counts what is pushed."""
 
