@@ -7,7 +7,7 @@
 
 FOLDER has `policy_extension.py` of docs/vllm.md. Three runs, one after another: `nocure` (GRPO without resync_head: the
 canary has to stop it), `grpo`, `ppo`. A run whose folder is there already is only read, complete or not. Prompts are a
-line each, completions 8 tokens, four a step: what is measured does not depend on their number.
+line each, completions 8 tokens, four a step, the reward a function: what is measured does not depend on them.
 
 Written are, for each run, the steps, the largest mean |sampler - trainer| of a step in nats (not less than the mean of
 log sampler - log trainer, which estimates KL(sampler || trainer) of a token), the largest difference that the canary
@@ -35,6 +35,7 @@ GRPO = ("algorithm.preset=grpo", "batch.prompts_per_step=1", "sampling.completio
 PPO = ("batch.prompts_per_step=4", "sampling.completions_per_prompt=1")
 RUNS = {"nocure": (3, GRPO), "grpo": (20, (*GRPO, CURE)), "ppo": (20, (*PPO, CURE))}
 COMMON = (
+    f"reward.source={{type: function, target: '{Path(__file__).resolve()}:score'}}",
     "data.eval_prompts=null",
     "data.system=null",
     "data.chat_template=none",
@@ -54,9 +55,14 @@ COMMON = (
 )
 
 
+def score(completions: list[str]) -> list[float]:
+    """Score a text by its share of vowels, so that completions differ and every step changes the weights."""
+    return [sum(character in "aeiou" for character in text) / max(1, len(text)) for text in completions]
+
+
 def write_prompts(file: Path) -> None:
     """Write short prompts that ask for JSON."""
-    rows = [{"prompt": f"JSON with the key k{number}:", "keys": {f"k{number}": "integer"}} for number in range(PROMPTS)]
+    rows = [{"prompt": f"JSON with the key k{number}:"} for number in range(PROMPTS)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -89,6 +95,7 @@ def summary(folder: Path, printed: str) -> dict[str, Any]:
         "steps": len(metrics),
         "largest_mismatch": max((row["kl/sampler_mismatch"] for row in metrics), default=None),
         "largest_canary": max((row["server/canary"] for row in metrics), default=None),
+        "steps_pushed": sum(row["server/pushed_mb"] > 0 for row in metrics),
         "pushed_mb": max((row["server/pushed_mb"] for row in metrics), default=None),
         "push_seconds": {"median": statistics.median(pushes), "least": min(pushes), "most": max(pushes)}
         if pushes

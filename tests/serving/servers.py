@@ -28,7 +28,8 @@ def listening(service: Any, port: int = 0, token: str | None = None) -> Abstract
 
 @contextmanager
 def serving(server: ThreadingHTTPServer) -> Iterator[str]:
-    """The address of a server that answers inside the body."""
+    """The address of a server that answers inside the body; its requests end with it, so that none outlives Python."""
+    server.daemon_threads = False
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
