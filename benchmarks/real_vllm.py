@@ -32,7 +32,7 @@ RESULT = ROOT / "benchmarks" / "results" / "real_vllm.json"
 PROMPTS = 100
 CURE = "sampling.server.after_reload=[resync_head]"
 GRPO = ("algorithm.preset=grpo", "batch.prompts_per_step=1", "sampling.completions_per_prompt=4")
-PPO = ("batch.prompts_per_step=4", "sampling.completions_per_prompt=1")
+PPO = ("batch.prompts_per_step=4", "sampling.completions_per_prompt=1", "algorithm.advantage.whiten=false")
 RUNS = {"nocure": (3, GRPO), "grpo": (20, (*GRPO, CURE)), "ppo": (20, (*PPO, CURE))}
 COMMON = (
     f"reward.source={{type: function, target: '{Path(__file__).resolve()}:score'}}",

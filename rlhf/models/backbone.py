@@ -29,7 +29,7 @@ from rlhf.data.tokenizer import (
 from rlhf.errors import ModelError
 from rlhf.models.adapters import base_model, is_adapted
 from rlhf.models.kernels.quantized import KINDS
-from rlhf.models.lora import Dropout, peft_settings, quiet_peft, train_saved_modules
+from rlhf.models.lora import Dropout, adding, peft_settings, quiet_peft, train_saved_modules
 from rlhf.models.stored import make_dense, quantize_layer, store_weights
 from rlhf.models.text_config import text_config
 from rlhf.models.weight_files import load_by_module, load_split, local_folder
@@ -261,8 +261,9 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> CausalLM:
     """Add trainable LoRA adapters to the model and freeze all its other weights."""
     from peft import get_peft_model
 
-    with quiet_peft():
-        adapted = cast(CausalLM, get_peft_model(model, peft_settings(model, config, "CAUSAL_LM")))
+    settings = peft_settings(model, config, "CAUSAL_LM")
+    with quiet_peft(), adding(settings):
+        adapted = cast(CausalLM, get_peft_model(model, settings))
     train_saved_modules(adapted)
     return adapted
 

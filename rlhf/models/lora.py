@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from rlhf.config.weights import LoraConfig
 from rlhf.errors import ConfigError
-from rlhf.models.kernels.quantized import QuantizedLinear
+from rlhf.models.kernels.quantized import QuantizedLinear, shapes_alone
 from rlhf.models.stored import make_dense
 
 HALVES = {"attention": ("attn", "attention"), "mlp": ("mlp", "ffn", "feed_forward")}
@@ -132,6 +132,12 @@ class Dropout:
                 yield
             finally:
                 self._switch(on=False)
+
+
+def adding(settings: Any) -> AbstractContextManager[None]:
+    """Return the context in which peft adds an adapter; it widens quantized weights only to read their numbers."""
+    reads_numbers = settings.use_dora or settings.init_lora_weights is not True
+    return nullcontext() if reads_numbers else shapes_alone()
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from rlhf.models.backbone import check_vocabulary, freeze, move_to, weight_dtype
 from rlhf.models.bases import bases_of
 from rlhf.models.export import classifier_padding
 from rlhf.models.kernels.cast import HALF_DTYPES
-from rlhf.models.lora import peft_settings, quiet_peft, train_saved_modules
+from rlhf.models.lora import adding, peft_settings, quiet_peft, train_saved_modules
 from rlhf.models.scalar_head import (
     ADAPTER_KEEPS,
     EnsembleHeadModel,
@@ -202,7 +202,7 @@ def add_adapters(model: ScalarHeadModel, settings: Any, base: str) -> None:
 
     settings.inference_mode = False
     body = model.classifier.base_model
-    with quiet_peft():
+    with quiet_peft(), adding(settings):
         inject_adapter_in_model(settings, body)
     for name, parameter in body.named_parameters():
         parameter.requires_grad_("lora_" in name or "modules_to_save" in name)

@@ -11,8 +11,10 @@ from tiny_models import saved, tiny
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf.config.weights import LoraConfig
 from rlhf.errors import ModelError
-from rlhf.models.backbone import freeze, load_causal_lm
+from rlhf.models.backbone import add_lora, freeze, load_causal_lm
+from rlhf.models.kernels.quantized import QuantizedLinear
 from rlhf.models.stored import store_weights
 from rlhf.models.weight_files import WeightFiles
 
@@ -83,3 +85,25 @@ def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-64])
     with pytest.raises(ModelError, match="cut off"):
         load_causal_lm(path, kept="int8")
+
+
+@pytest.mark.parametrize(("dora", "reads"), [(False, False), (True, True)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_is_added_without_the_numbers_of_the_base(
+    kind: str, dora: bool, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = store_weights(freeze(tiny(dtype=torch.float32)), kind)
+    read: list[QuantizedLinear] = []
+    dense = QuantizedLinear.dense
+
+    def counted(layer: QuantizedLinear, dtype: torch.dtype = torch.float32) -> Tensor:
+        read.append(layer)
+        return dense(layer, dtype)
+
+    monkeypatch.setattr(QuantizedLinear, "dense", counted)
+    adapted = add_lora(base, LoraConfig(r=2, dora=dora))
+    assert bool(read) is reads
+    layer = next(module for module in adapted.modules() if isinstance(module, QuantizedLinear))
+    assert layer.weight.abs().sum() > 0  # afterwards its numbers again
+    shapes = [tuple(p.shape) for name, p in adapted.named_parameters() if "q_proj.lora_A" in name]
+    assert set(shapes) == {(2, layer.in_features)}

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +23,22 @@ from rlhf.errors import ConfigError, install_hint
 
 NF4_BLOCK = 64  # weights that share a scale
 NF4_SCALE_BLOCK = 256  # scales that share a scale
+
+
+_SHAPES_ALONE: ContextVar[bool] = ContextVar("shapes_alone", default=False)
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Let the weights of quantized layers be zeros that take no memory and no time.
+
+    peft asks for a weight some ten times while it adds an adapter, for its shape, dtype and device.
+    """
+    token = _SHAPES_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _SHAPES_ALONE.reset(token)
 
 
 class QuantizedLinear(nn.Linear):
@@ -52,6 +70,10 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight(self) -> Float[Tensor, "E D"]:  # type: ignore[override]
         """Compute the weight in float32; a caller that keeps it keeps its memory."""
+        if _SHAPES_ALONE.get():
+            codes: Any = self.codes
+            zeros: Tensor = codes.new_zeros((), dtype=torch.float32).expand(self.out_features, self.in_features)
+            return zeros
         return self.dense()
 
     def as_linear(self) -> nn.Linear:
