@@ -1,0 +1,104 @@
+"""Sample with vLLM, the sampler in the process, and transformers' generate, in turn, at 1, 16 and 64 rows.
+
+    OMP_NUM_THREADS=1 vllm serve MODEL --served-model-name policy --port 8001 --dtype float32 --enforce-eager
+    OMP_NUM_THREADS=1 python benchmarks/sampler_vllm.py --url http://127.0.0.1:8001 --model MODEL
+
+Every row has another prompt of 32 random tokens and gets 32 new tokens at temperature 1; nothing stops earlier. Every
+round runs each sampler once; printed are tokens per second of all rows together, the median of the rounds, and the
+median ratio of the sampler in the process to the faster of the others. vLLM's time has the HTTP request in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
+
+from rlhf.config.sections import SamplingConfig
+from rlhf.sampling.fast.engine import FastSampler
+from rlhf.types import Prompts
+
+RESULT = Path(__file__).resolve().parent / "results" / "sampler_vllm.json"
+ROWS, PROMPT, NEW = (1, 16, 64), 32, 32
+Run = Callable[[int], int]
+
+
+def samplers(model: LlamaForCausalLM, url: str, rows: int) -> dict[str, Run]:
+    """Return the samplers by name: each takes a seed and returns the number of tokens that it drew."""
+    torch.manual_seed(rows)
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(3, vocabulary, (rows, PROMPT))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    prompts = Prompts(
+        prompt_ids=ids, prompt_mask=mask, row_ids=torch.arange(rows), references=tuple({} for _ in range(rows))
+    )
+    config = SamplingConfig(max_new_tokens=NEW, batch_size=rows)
+    never = (vocabulary,)  # a token that cannot be drawn
+    fast = FastSampler(model, config, eos_ids=never, pad_id=0, dtype="float32", device=torch.device("cpu"))
+    settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=NEW, eos_token_id=never[0], pad_token_id=0)
+
+    def generate(seed: int) -> int:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
+        return int(output[:, PROMPT:].numel())
+
+    def in_process(seed: int) -> int:
+        return int(fast.sample(prompts, key=seed, group_size=1).completion_mask.sum())
+
+    def vllm(seed: int) -> int:
+        body = {"model": "policy", "prompt": ids.tolist(), "max_tokens": NEW, "temperature": 1.0, "ignore_eos": True}
+        body |= {"seed": seed, "logprobs": 0}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request) as answer:
+            return int(json.load(answer)["usage"]["completion_tokens"])
+
+    return {"in process": in_process, "vllm": vllm, "generate": generate}
+
+
+def measure(runs: dict[str, Run], rounds: int) -> dict[str, float]:
+    """Time all samplers in turn and return their tokens per second, and the ratio of the first to the best other."""
+    for run in runs.values():
+        run(0)
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(1, rounds + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            tokens = run(number)
+            rates[name].append(tokens / (time.perf_counter() - start))
+    first, *others = rates
+    ratios = [own / max(rates[name][k] for name in others) for k, own in enumerate(rates[first])]
+    medians = {name: round(statistics.median(values), 1) for name, values in rates.items()}
+    return {**medians, "ratio": round(statistics.median(ratios), 2), "least": min(ratios), "most": max(ratios)}
+
+
+def main() -> None:
+    """Measure, print and write the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    results = {}
+    for rows in ROWS:
+        results[str(rows)] = measure(samplers(model, options.url, rows), options.rounds)
+        sys.stdout.write(f"{rows} rows: {json.dumps(results[str(rows)])}\n")
+        sys.stdout.flush()
+    content = {"threads": torch.get_num_threads(), "load": os.getloadavg(), "rows": results}
+    RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
