@@ -28,7 +28,7 @@ from rlhf.sampling.fast.engine import FastSampler
 from rlhf.types import Prompts
 
 RESULT = Path(__file__).resolve().parent / "results" / "sampler_vllm.json"
-ROWS, PROMPT, NEW = (1, 16, 64), 32, 32
+PROMPT, NEW = 32, 32
 Run = Callable[[int], int]
 
 
@@ -88,11 +88,12 @@ def main() -> None:
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     results = {}
-    for rows in ROWS:
+    for rows in options.rows:
         results[str(rows)] = measure(samplers(model, options.url, rows), options.rounds)
         sys.stdout.write(f"{rows} rows: {json.dumps(results[str(rows)])}\n")
         sys.stdout.flush()
