@@ -160,11 +160,11 @@ def _write_results(plan: Plan) -> tuple[ComparisonResults, Path] | None:
 def _prepare_lab(plan: Plan, lab: LabConfig, view: View) -> bool:
     """Make what the arms read of the lab if any of it is missing; return False if the user stopped it.
 
-    These are the start model, the pairs and, if an arm names it, the reward model.
+    These are the start model, the pairs and, if an arm or a judge names it, the reward model.
     """
     folder = Path(lab.folder)
-    cells = [*plan.cells, *plan.trials]
-    needs_reward_model = any(str(folder / "rm") in cell.config.model_dump_json() for cell in cells)
+    readers = [plan.config, *(cell.config for cell in (*plan.cells, *plan.trials))]  # a judge of pairs is in no cell
+    needs_reward_model = any(str(folder / "rm") in reader.model_dump_json() for reader in readers)
     required = [folder / "sft" / MODEL, folder / "preferences" / "train.jsonl"]
     if needs_reward_model:
         required.append(folder / "rm" / MODEL)

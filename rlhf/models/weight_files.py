@@ -183,12 +183,7 @@ def load_split(
     Raises:
         ModelError: a file ends too early.
     """
-    files = {} if folder is None else read_headers(folder)
-    with init_empty_weights(include_buffers=False):
-        model = make()
-    model.tie_weights()  # the context has made parameters anew, and parted those that were one
-    stored = WeightFiles(folder or Path(), files)
-    names = _stored_names(model, stored, new) if files else "it has no safetensors files on this machine yet"
+    model, stored, names = _without_weights(make, folder, new)
     reasons = engine.ranks.gather(names if isinstance(names, str) else "")  # of several machines one may lack the files
     if isinstance(names, str) or any(reasons):
         engine.notes.append(_whole_note(folder, next(filter(None, reasons))))
@@ -197,10 +192,8 @@ def load_split(
         _set_parameter(model, name)
     _load_buffers(model, stored)
     engine.partition(model, lambda name, start, stop: stored.read(names[name], start, stop))
-    if folder is not None and model.can_generate():
-        model.generation_config = _generation_config(folder) or model.generation_config
+    _prepare(model, folder)
     _SPLIT.add(model)
-    model.eval()
     return model
 
 
@@ -217,14 +210,7 @@ def load_by_module(
     Raises:
         ModelError: a file ends too early.
     """
-    files = {} if folder is None else read_headers(folder)
-    if folder is None or not files:
-        return None
-    with init_empty_weights(include_buffers=False):
-        model = make()
-    model.tie_weights()
-    stored = WeightFiles(folder, files)
-    names = _stored_names(model, stored, ())
+    model, stored, names = _without_weights(make, folder)
     if isinstance(names, str):
         return None
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -244,10 +230,28 @@ def load_by_module(
             module._parameters[own] = loaded
         finish(model, name, module)
     _load_buffers(model, stored)
-    if model.can_generate():
+    _prepare(model, folder)
+    return model
+
+
+def _without_weights(
+    make: Callable[[], PreTrainedModel], folder: Path | None, new: Sequence[str] = ()
+) -> tuple[PreTrainedModel, WeightFiles, Mapping[str, str] | str]:
+    """Build a model without memory for its weights; return also its files, and each weight's name there or why not."""
+    files = {} if folder is None else read_headers(folder)
+    with init_empty_weights(include_buffers=False):
+        model = make()
+    model.tie_weights()  # the context makes new parameters, and separates the tied ones
+    stored = WeightFiles(folder or Path(), files)
+    names = _stored_names(model, stored, new) if files else "it has no safetensors files on this machine yet"
+    return model, stored, names
+
+
+def _prepare(model: PreTrainedModel, folder: Path | None) -> None:
+    """Give a model that has its weights the generation settings of its folder, and put it in evaluation mode."""
+    if folder is not None and model.can_generate():
         model.generation_config = _generation_config(folder) or model.generation_config
     model.eval()
-    return model
 
 
 def is_split(model: nn.Module) -> bool:

@@ -261,7 +261,7 @@ class ServerPool:
             except ServerRefused as error:
                 if base is None or error.status != HTTPStatus.CONFLICT:
                     raise
-                whole = self._write_full(policy, tensors)  # it was started anew after it had told its version
+                whole = self._write_full(policy, tensors)  # the server restarted after it reported its version
                 path = self.config.location(whole, self.folders.root)
                 self.config.push(remote.http, replace(push, path=path, base=None))
         except ServerRefused as error:

@@ -56,9 +56,9 @@ def test_a_comparison_asks_too_before_anything_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "compare").exists()
 
 
-@pytest.mark.parametrize("names_it", [True, False])
-def test_a_reward_model_is_made_only_if_an_arm_names_it(
-    names_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reader", ["arms", "judge of pairs", None])
+def test_a_reward_model_is_made_only_if_something_reads_it(
+    reader: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, asked = tmp_path / "lab", []
 
@@ -67,10 +67,12 @@ def test_a_reward_model_is_made_only_if_an_arm_names_it(
 
     monkeypatch.setattr("rlhf.api.comparing.prepare_lab", prepared)
     tree = compare_tree(tmp_path, lab={"folder": str(folder)})
-    if not names_it:  # instead of the lab's, which is the default
+    if reader != "arms":  # instead of the lab's, which is the default
         tree["reward_source"] = {"type": "function", "target": "rlhf.lab.gold:gold_reward"}
+    if reader == "judge of pairs":
+        tree["pairs"] = {"judge": {"type": "scores", "source": {"type": "model", "path": str(folder / "rm")}}}
     compared(tree)
-    assert asked == [(3, True) if names_it else (2, False)]
+    assert asked == [(2, False) if reader is None else (3, True)]
 
 
 def test_a_folder_without_a_record_is_taken_with_a_warning(tmp_path: Path) -> None:
