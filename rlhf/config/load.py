@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import types
 import typing
@@ -475,9 +476,21 @@ def full_key(name: str, fields: Iterable[str] = ("policy",)) -> str | None:
 
 
 def _full_key(keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
-    """Name the key that a short name at the top of a configuration stands for; empty if it stands for none."""
-    key = full_key(keys[0], models[0].model_fields) if len(keys) == 1 else None
-    return f"; the full key is {key}" if key and CompareConfig not in models else ""
+    """Name the key that a name at the top of a configuration stands for; empty if it stands for none."""
+    if len(keys) != 1 or CompareConfig in models or did_you_mean(keys[0], models[0].model_fields):
+        return ""
+    if short := full_key(keys[0], models[0].model_fields):
+        return f"; the full key is {short}"
+    below = [
+        f"{section}.{name}"
+        for section, field in models[0].model_fields.items()
+        for name in dict.fromkeys(name for kind in _sections(field.annotation) for name in kind.model_fields)
+    ]
+    exact = [key for key in below if key.endswith(f".{keys[0]}")]
+    if 0 < len(exact) <= 3:
+        return f"; the full key is {' or '.join(exact)}"
+    near = difflib.get_close_matches(keys[0], {key.partition(".")[2] for key in below}, n=1, cutoff=0.8)
+    return f"; did you mean {' or '.join(key for key in below if key.endswith(f'.{near[0]}'))}?" if near else ""
 
 
 def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:

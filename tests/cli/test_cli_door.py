@@ -88,6 +88,8 @@ def test_the_wrong_verb_for_a_file_names_the_right_one(
         ("train", "configs/ppo.yaml", "lr=1e-5", "policy.lr"),
         ("train", "configs/ppo.yaml", "learning_rate=1e-5", "policy.lr"),
         ("train", "configs/dpo.yaml", "steps=3", "schedule.steps"),
+        ("train", "configs/ppo.yaml", "completions_per_prompt=8", "sampling.completions_per_prompt"),
+        ("train", "configs/ppo.yaml", "dtype=bfloat16", "policy.dtype or teacher.dtype"),
         ("reward", "configs/reward_model.yaml", "lr=1e-5", "model.lr"),
     ],
 )
@@ -96,6 +98,12 @@ def test_a_short_name_of_a_setting_is_answered_with_the_full_key(
 ) -> None:
     error = error_of(capsys, verb, file, setting)
     assert error == f"error: {setting.partition('=')[0]}: unknown key; the full key is {key}\n"
+
+
+def test_a_name_that_is_nearly_a_setting_is_answered_with_the_full_key(capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_of(capsys, "train", "configs/ppo.yaml", "prompt=mine.jsonl")
+    assert error == "error: prompt: unknown key; did you mean data.prompts?\n"
+    assert "valid keys here: algorithm, batch" in error_of(capsys, "train", "configs/ppo.yaml", "zzzz=1")
 
 
 def test_rm_is_reward() -> None:
