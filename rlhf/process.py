@@ -20,8 +20,17 @@ def silence_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")  # reading GGUF draws a bar that nothing else turns off
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    silence_loggers()
+
+
+def silence_loggers() -> None:
+    """Turn off advice that libraries log when transformers imports them, whoever called it."""
     for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
-        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
+        logging.getLogger(name).addFilter(_is_an_error)
+
+
+def _is_an_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def stop_with_input() -> None:

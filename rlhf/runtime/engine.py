@@ -21,6 +21,7 @@ from rlhf.config.run import RunConfig, ShardingConfig, deepspeed_json
 from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import ConfigError, install_hint
 from rlhf.planning.machine import host_memory
+from rlhf.process import silence_loggers
 from rlhf.runtime.device import choose_device
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed, in_buckets, init_distributed, world_size_from_env
 from rlhf.runtime.memory import keep_memory, make_memory_profiler
@@ -289,6 +290,7 @@ def make_engine(config: RunConfig, sharding: ShardingConfig | None = None) -> En
     Raises:
         ConfigError: a GPU is requested and there is none, or DeepSpeed is requested and not installed.
     """
+    silence_loggers()
     sharding = sharding or ShardingConfig()
     device = _device(config)
     _check_available(device, sharding)

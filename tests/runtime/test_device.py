@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,14 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     """Whether the CPU has bfloat16 products."""
     monkeypatch.setattr(device_module, "cpu_has_bfloat16_products", lambda: request.param)
     return bool(request.param)
+
+
+def test_what_transformers_logs_while_it_imports_deepspeed_is_not_shown() -> None:
+    make_engine(RunConfig(device="cpu"))
+    logger = logging.getLogger("DeepSpeed")
+    levels = (logging.WARNING, logging.ERROR)
+    shown = [bool(logger.filter(logging.LogRecord("DeepSpeed", level, "", 1, "", None, None))) for level in levels]
+    assert shown == [False, True]
 
 
 def test_a_cpu_without_bfloat16_products_computes_in_float32_and_says_so(machine: Machine, native: bool) -> None:
