@@ -246,6 +246,7 @@ class EvalKeys(TypedDict, total=False):
     """Keys of a section, all optional."""
 
     every: int
+    prompts: int | None
     source: Any
     judge: Any
     greedy: bool

@@ -410,6 +410,9 @@ class EvalConfig(Section):
 
     every: Size = 50
     """Steps between evaluations; 0: only before the first and after the last step."""
+    prompts: Count | None = None
+    """Evaluate on the first so many held-out prompts; null: all. rlhf eval and rlhf compare judge a finished run on
+    all of them."""
     source: Annotated[Source, OneOf()] | None = None
     """The judge of held-out completions; null: the reward that the run trains on."""
     judge: ChatPairsConfig | None = None

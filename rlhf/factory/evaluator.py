@@ -65,6 +65,9 @@ def _held_out_prompts(
     """Load the held-out prompts, in batches for the sampler; none if the run has none."""
     if config.data.eval_prompts is None:
         return []
-    held_out = load_prompts_of_run(config.data.eval_prompts, config, tokenizer, models.policy)
+    data, most = config.data.eval_prompts, config.eval.prompts
+    if most is not None and (data.limit is None or data.limit > most):
+        data = data.model_copy(update={"limit": most})
+    held_out = load_prompts_of_run(data, config, tokenizer, models.policy)
     context.rows_read("eval_prompts", held_out.skips)
     return list(held_out.batches(config.sampling.batch_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import online, ppo_tree
 from tiny_models import BOS, EOS, completions_of, prompts_of, ragged, sampler_of, tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -229,3 +231,17 @@ def test_an_evaluation_that_memory_has_no_room_for_is_halved() -> None:
     assert len(notes) == 1
     assert "an evaluation pass of 4 rows: halved" in notes[0]
     assert evaluation.metrics["eval/kl_exact"] > 0.0
+
+
+def test_an_evaluation_during_the_run_can_have_fewer_prompts(tmp_path: Path) -> None:
+    """The first ones, each drawn as among all of them; a limit of the data that is smaller stays."""
+    rows: dict[str, list[dict[str, object]]] = {}
+    settings = {"all": [], "five": ["eval.prompts=5"], "two": ["data.eval_prompts.limit=2", "eval.prompts=5"]}
+    for name, limits in settings.items():
+        run = online(ppo_tree(tmp_path / name), *limits, "eval.samples=100")
+        run.session.evaluate(0)
+        run.session.recorder.close()
+        lines = (tmp_path / name / "run" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+        rows[name] = [{key: json.loads(line)[key] for key in ("prompt", "completion")} for line in lines]
+    assert len(rows["all"]) > 5
+    assert (rows["five"], rows["two"]) == (rows["all"][:5], rows["all"][:2])
