@@ -1,0 +1,74 @@
+"""Tabulate the comparison on strict JSON: how many answers parse, and how many meet every constraint.
+
+    rlhf compare configs/real/compare_json.yaml
+    python benchmarks/json_table.py runs/compare-json [--json benchmarks/results/compare_json.json]
+
+Per arm and seed: the share of held-out prompts whose answer parses, is right, and is right and nothing else (with
+Wilson's 95 % intervals), the KL to the start, the answers' length, and the cost. Writes JSON and prints the rows of a
+Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlhf.suites.questions import share_estimate
+
+PARTS = ("parses", "keys", "right", "only", "full")
+
+
+def read_cell(folder: Path) -> dict[str, Any]:
+    """Read the judged answers of an arm and seed."""
+    judged = json.loads((folder / "judged.json").read_text(encoding="utf-8"))
+    rows: dict[str, Any] = {}
+    for part in PARTS:
+        share = share_estimate(part, [row["parts"][part] for row in judged["rows"]], "")
+        rows[part] = {"value": share.value, "low": share.low, "high": share.high}
+    metrics = judged["metrics"]
+    kl = metrics["eval/kl_exact"] if "eval/kl_exact" in metrics else metrics["eval/kl"]
+    rows |= {"score": metrics["eval/score"], "kl": kl, "length": metrics["eval/length"], "prompts": len(judged["rows"])}
+    costs = folder / "costs.jsonl"
+    if costs.is_file() and (lines := costs.read_text(encoding="utf-8").splitlines()):
+        rows["costs"] = json.loads(lines[-1])
+    return rows
+
+
+def read_comparison(folder: Path) -> dict[str, dict[str, Any]]:
+    """Read every arm that has been judged, by seed."""
+    arms: dict[str, dict[str, Any]] = {}
+    for judged in sorted(folder.glob("*/seed-*/judged.json")):
+        arms.setdefault(judged.parent.parent.name, {})[judged.parent.name.removeprefix("seed-")] = read_cell(
+            judged.parent
+        )
+    return arms
+
+
+def percent(share: dict[str, float]) -> str:
+    """Write a share and its interval in percent."""
+    return f"{100 * share['value']:.0f} [{100 * share['low']:.0f}, {100 * share['high']:.0f}]"
+
+
+def main() -> None:
+    """Print the table, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    arms = read_comparison(args.folder)
+    lines = ["| | parses, % | right, % | and nothing else, % | KL, nats | tokens |", "|---|---|---|---|---|---|"]
+    for name, seeds in arms.items():
+        for seed, cell in seeds.items():
+            shares = " | ".join(percent(cell[part]) for part in ("parses", "right", "full"))
+            kl = "" if cell["kl"] is None else f"{cell['kl']:.1f}"
+            lines.append(f"| {name}, seed {seed} | {shares} | {kl} | {cell['length']:.0f} |")
+    sys.stdout.write("\n".join(lines) + "\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps(arms, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
