@@ -70,16 +70,18 @@ class ServerPool:
         warn: Callable[[str], None] = lambda _: None,
         processes: Sequence[LaunchedServer] = (),
     ) -> None:
+        shared: Path | None = None,
         """Prepare the requests; nothing is sent or started.
 
         Args:
             config: the section of the servers.
-            folder: where pushed weights are written.
+            folder: where pushed weights are written; folders in it that are no longer needed are deleted.
             dtype: of the trainer's arithmetic, as policy.dtype.
             pad_id: the id under masks.
             warn: called when a server dies or is back.
             processes: the servers that this run starts, if it does, in the order of the addresses.
 
+            shared: the folder of which the servers know the path, `folder` or one above it; None: `folder`.
         Raises:
             ConfigError: an address is none, or the token is not in the environment.
         """
@@ -95,7 +97,7 @@ class ServerPool:
         self.remotes = [Remote(JsonHttp(url, timeout_s=config.timeout_s, secret=secret)) for url in config.urls]
         for remote, process in zip(self.remotes, processes, strict=False):
             remote.process = process
-        self.folders = WeightFolders(folder)
+        self.folders, self._shared = WeightFolders(folder), folder if shared is None else shared
         self.phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self._name = secrets.token_hex(4)  # tells this run's versions from those of other runs and starts
         self._count = 0
@@ -252,7 +254,7 @@ class ServerPool:
         else:
             folder, base = self._write_full(policy, tensors), None
         remote.holds = remote.tested = None
-        path = self.config.location(folder, self.folders.root)
+        path = self.config.location(folder, self._shared)
         assert self.version is not None
         push = Push(path=path, version=self.version, base=base, is_adapter=policy.is_adapter)
         try:
@@ -262,7 +264,7 @@ class ServerPool:
                 if base is None or error.status != HTTPStatus.CONFLICT:
                     raise
                 whole = self._write_full(policy, tensors)  # the server restarted after it reported its version
-                path = self.config.location(whole, self.folders.root)
+                path = self.config.location(whole, self._shared)
                 self.config.push(remote.http, replace(push, path=path, base=None))
         except ServerRefused as error:
             raise SamplingError(

@@ -179,10 +179,10 @@ class WeightFolders:
         return tensors
 
     def prune(self, kept: set[Path]) -> None:
-        """Delete the folders that hold neither a tensor's newest value nor the one before."""
+        """Delete the folders that hold neither a tensor's newest value nor the one before, and broken pushes."""
         needed = {*self.places.values(), *self.before.values(), *kept}
         for folder in self.root.iterdir() if self.root.is_dir() else ():
-            if folder.is_dir() and folder not in needed and not folder.name.startswith("."):
+            if folder.is_dir() and folder not in needed:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def take_written(self) -> float:
