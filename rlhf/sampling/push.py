@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -153,7 +154,8 @@ class WeightFolders:
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
             self._name_newest(name)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
             raise SamplingError(f"cannot write the weights for the servers into {folder}: {error}") from error
         self.written += (folder / file.name).stat().st_size / 1e6
         return folder
