@@ -88,10 +88,10 @@ class ServerPool:
         secret = None
         if config.token_env is not None:
             secret = os.environ.get(config.token_env)
-            if not secret:
+            if not secret or not secret.isascii() or not secret.isprintable():
                 raise ConfigError(
-                    f"sampling.server.token_env: the environment variable {config.token_env} is not set: put the token "
-                    "in it"
+                    f"sampling.server.token_env: put a token (printable ASCII) into the environment variable "
+                    f"{config.token_env}"
                 )
         self.config, self.dtype, self.pad_id, self.warn = config, dtype, pad_id, warn
         self.remotes = [Remote(JsonHttp(url, timeout_s=config.timeout_s, secret=secret)) for url in config.urls]

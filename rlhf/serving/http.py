@@ -40,8 +40,13 @@ class JsonHttp:
         Raises:
             ConfigError: the address is not an HTTP one.
         """
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            is_address = parts.scheme in {"http", "https"} and bool((parts.hostname or "").encode("idna"))
+            _ = parts.port  # raises if it is no number of a port
+        except ValueError as error:
+            raise ConfigError(f"sampling.server.urls: {url!r} is no address: {error}") from error
+        if not is_address:
             raise ConfigError(f"sampling.server.urls: {url!r} is not an http:// or https:// address")
         if parts.username is not None:
             raise ConfigError("sampling.server.urls: leave user and password out of the address; set token_env")

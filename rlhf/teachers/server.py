@@ -62,7 +62,8 @@ class ServerTeacher(Teacher):
                 f"teacher.type=server gives log-probabilities at temperature 1, but sampling.temperature is "
                 f"{context.temperature:g}: set it to 1, or teacher.type=model"
             )
-        if self.token_env is not None and not os.environ.get(self.token_env):
+        token = "unused" if self.token_env is None else os.environ.get(self.token_env, "")
+        if not token or not token.isascii() or not token.isprintable():
             raise ConfigError(
                 f"teacher.token_env: the environment variable {self.token_env} is not set: put the token in it"
             )
