@@ -17,9 +17,12 @@ from pathlib import Path
 from torch import Tensor
 
 from rlhf.errors import ConfigError, SamplingError
+from rlhf.models.backbone import context_length
 from rlhf.models.text_config import text_config
 from rlhf.sampling.canary import (
     KEY,
+    SPREAD,
+    TAIL,
     Reading,
     compare,
     differing,
@@ -67,10 +70,10 @@ class ServerPool:
         *,
         dtype: str,
         pad_id: int,
+        shared: Path | None = None,
         warn: Callable[[str], None] = lambda _: None,
         processes: Sequence[LaunchedServer] = (),
     ) -> None:
-        shared: Path | None = None,
         """Prepare the requests; nothing is sent or started.
 
         Args:
@@ -78,10 +81,10 @@ class ServerPool:
             folder: where pushed weights are written; folders in it that are no longer needed are deleted.
             dtype: of the trainer's arithmetic, as policy.dtype.
             pad_id: the id under masks.
+            shared: the folder of which the servers know the path, `folder` or one above it; None: `folder`.
             warn: called when a server dies or is back.
             processes: the servers that this run starts, if it does, in the order of the addresses.
 
-            shared: the folder of which the servers know the path, `folder` or one above it; None: `folder`.
         Raises:
             ConfigError: an address is none, or the token is not in the environment.
         """
@@ -125,12 +128,21 @@ class ServerPool:
         """
         with self._lock:
             if not self._prompts:
-                self._prompts = [list(ids) for ids in prompts[: self.config.canary.prompts]]
+                self._prompts = self._for_canary(policy, prompts)
             if not self._is_current:
                 with self.phase("push"):
                     self._update(policy)
                 self._is_current = self._is_steady
             yield
+
+    def _for_canary(self, policy: PushedPolicy, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """Return the first prompts; of one that leaves the canary no room in the model's context, the end."""
+        context = context_length(policy.model)
+        first = prompts[: self.config.canary.prompts]
+        if context is None:
+            return [list(ids) for ids in first]
+        room = context - max(self.config.canary.tokens, TAIL + SPREAD + 1)  # a forced text, and a token after it
+        return [list(ids[-max(room, 1) :]) for ids in first]
 
     @contextmanager
     def steady(self) -> Iterator[None]:
@@ -181,7 +193,8 @@ class ServerPool:
                 late = ", ".join(remote.http.url for remote, _ in waiting.values())
                 raise SamplingError(
                     f"the sampling server at {late} has not answered {self.config.launch.start_s:g} s after its start "
-                    f"(sampling.server.launch.start_s); see {self.folders.root}"
+                    "(sampling.server.launch.start_s); see "
+                    + ", ".join(str(process.log) for _, process in waiting.values())
                 )
             time.sleep(POLL_S if waiting else 0.0)
 
