@@ -125,7 +125,7 @@ def _launched(config: TrainConfig, server: Server, logs: Path) -> list[LaunchedS
     for number in range(launch.count):
         port = launch.port + number
         asked = Launch(
-            model=config.policy.model,
+            model=model_folder(config.policy.model),
             port=port,
             dtype=config.policy.dtype,
             device=config.run.device,
