@@ -168,6 +168,7 @@ class DistillLoss(DistillSettings, TokenLoss):
     The states are not differentiated: the gradient is exact over the vocabulary, without noise of the sampled token.
     """
 
+    reads_advantages: ClassVar[bool] = False
     reads_teacher: ClassVar[bool] = True
 
     type: Literal["distill"] = "distill"
