@@ -29,8 +29,9 @@ from runs import (
     written,
 )
 from tiny_models import ragged, tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf.algo.divergence import TeacherTokens
 from rlhf.algo.kl import kl_of_distributions
@@ -45,6 +46,7 @@ from rlhf.models.backbone import CausalLM, add_lora
 from rlhf.models.policy_models import Models
 from rlhf.models.teacher import LocalTeacher
 from rlhf.teachers.listed import ListedTokens
+from rlhf.teachers.server import AskedTeacher, ServerTeacher
 from rlhf.teachers.teacher import Teacher, TeacherContext
 from rlhf.tracking.trackers import read_jsonl
 from rlhf.training.online_run import OnlineRun
@@ -378,6 +380,22 @@ def test_a_server_whose_ids_mean_other_texts_is_refused(tmp_path: Path) -> None:
 
 def test_listed_tokens_keep_the_order_of_the_rows() -> None:
     ids = torch.arange(6).view(3, 2)
+def test_a_token_of_some_bytes_of_a_character_may_have_any_text_at_the_server() -> None:
+    """vLLM writes the character that it completes with the tokens before, and nothing where it completes none."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    bytewise = Tokenizer(models.BPE(vocabulary, []))
+    bytewise.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise)
+    config = ServerTeacher(url="http://localhost:1/v1", model="teacher")
+    asked = AskedTeacher(config, tokenizer, CPU)
+    part, whole = (vocabulary[letter] for letter in "©a")  # the byte A9, the last of é, and the letter a
+    for text in ("é", "\ufffd", "", None):
+        asked._check_texts([part, whole], [text, "a"])
+    with pytest.raises(RewardError, match="another vocabulary"):
+        asked._check_texts([part, whole], ["é", "b"])
+
+
     rows = ListedTokens(ids, torch.tensor([[0.5, 0.25]] * 3).log())
     part = rows.part(slice(1, 3))
     assert part.ids is not None
