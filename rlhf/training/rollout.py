@@ -268,9 +268,9 @@ def logprob_metrics(experience: Experience, models: Models) -> dict[str, Mean]:
     if models.has_reference:
         sequence_kl = torch.where(experience.action_mask, per_token, 0.0).sum(dim=1)
         metrics["kl/reference"] = Mean.of(sequence_kl, ~experience.hinted)
-    if models.reference_is_teacher and models.teacher is None:
-        metrics["kl/teacher"] = Mean.of(per_token, mask)
-        metrics["kl/teacher_sequence"] = metrics["kl/reference"]
+        if models.reference_is_teacher and models.teacher is None:
+            metrics["kl/teacher"] = Mean.of(per_token, mask)
+            metrics["kl/teacher_sequence"] = metrics["kl/reference"]
     return metrics
 
 

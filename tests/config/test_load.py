@@ -387,6 +387,14 @@ def test_what_weights_advantages_and_a_teacher_s_own_dtype_are_read() -> None:
         assert not [note for note in notes if note.startswith(("sampling", "overlap", "teacher"))]
 
 
+def test_a_teacher_in_place_of_the_reference_has_weights_of_its_own_beside_adapters() -> None:
+    changes = {"policy": {"lora": {"r": 2}}, "reference": {"weights": "bfloat16"}, "batch": {"epochs": 1}}
+    opd = train_config(merge(base(preset="opd"), {**changes, "teacher": {"model": "t"}}))
+    assert opd.reference.weights == "bfloat16"
+    with pytest.raises(ConfigError, match="the reference is the policy without its adapter"):
+        train_config(merge(base(preset="grpo"), changes))
+
+
 JUDGED = {"data": {"eval_prompts": {"path": "e"}}, "eval": {"source": {"type": "model", "path": "judge"}}}
 
 
