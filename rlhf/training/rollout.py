@@ -50,6 +50,7 @@ class Collected:
     shares: Float[Tensor, " N"]  # of each prompt's completions without a hint, those that succeeded; NaN: no score
     extra: int  # completions that were sampled but are not trained on
     metrics: Metrics
+    score_moments: dict[str, float] | None = None  # of all scores so far, where reward.shaping.normalize reads them
 
 
 def live_tokens(completions: Completions) -> int:
