@@ -134,8 +134,10 @@ class DistillSettings(Section):
                 tails = read.rest.exp(), (1.0 - inside).clamp(min=0.0)
                 if given.ids is None:
                     error = divergence(log_pi, given.logprobs, self.divergence, beta=self.beta) - value
-                else:
+                elif self.tail:
                     error = tail_error_bound(log_pi, read, self.divergence, beta=self.beta)
+                else:  # what is compared among the K tokens says nothing of the others
+                    error = torch.full_like(value, torch.nan)
         return torch.stack([value, kl, agreement, *tails, error])
 
     def measure(self, columns: Float[Tensor, "6 B T"], mask: Bool[Tensor, "B T"]) -> Mapping[str, Mean]:
@@ -166,6 +168,7 @@ class DistillLoss(DistillSettings, TokenLoss):
     The states are not differentiated: the gradient is exact over the vocabulary, without noise of the sampled token.
     """
 
+    reads_advantages: ClassVar[bool] = False
     reads_teacher: ClassVar[bool] = True
 
     type: Literal["distill"] = "distill"

@@ -56,6 +56,8 @@ class PolicyLoss(Choice):
     """Whether the log-probabilities of the policy that sampled have to be known before the update."""
     is_trusted: ClassVar[bool] = True
     """Whether it is known to keep the policy near its samples over many updates, or to have no need to."""
+    reads_advantages: ClassVar[bool] = True
+    """Whether advantages, and so the importance weights of samples, are part of the loss."""
     reads_teacher: ClassVar[bool] = False
     """Whether it compares the policy's next-token distributions with a teacher's, by `against_teacher`."""
     searches: ClassVar[bool] = False

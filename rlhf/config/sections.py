@@ -483,6 +483,12 @@ class TrainSections(Section):
             return self.teacher.as_reference
         return self.reference.model
 
+    @property
+    def trusts_reference(self) -> bool:
+        """Return whether the reference may run Python code that its model ships."""
+        is_teacher = self.teacher is not None and self.algorithm.replaces_reference
+        return self.policy.trust_remote_code or (is_teacher and bool(getattr(self.teacher, "trust_remote_code", False)))
+
     @model_validator(mode="before")
     @classmethod
     def _reward_of_environment(cls, tree: Any) -> Any:
@@ -520,7 +526,7 @@ class TrainSections(Section):
         self.policy.check_export("policy")
         self.run.check_dtype("policy", self.policy.dtype)
         self.reference.check_kept("reference", self.policy.dtype, self.sharding)
-        if self.policy.lora is not None and self.reference.model is None and self.reference.weights != "auto":
+        if self.policy.lora is not None and self.reference_model is None and self.reference.weights != "auto":
             raise ValueError(
                 f"reference.weights is {self.reference.weights}, but the reference is the policy without its adapter: "
                 "set policy.weights instead"

@@ -142,7 +142,7 @@ def adapter_off_is_reference(config: TrainConfig) -> bool:
 def build_reference(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> CausalLM:
     """Load the frozen reference, a model of its own."""
     path = model_folder(config.reference_model or config.policy.model)
-    trust, weights = config.policy.trust_remote_code, reference_weights(config)
+    trust, weights = config.trusts_reference, reference_weights(config)
     model: CausalLM
     if weights == "auto":
         model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=trust, engine=engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -97,15 +98,22 @@ def build_servers(
     server = config.sampling.server
     if config.sampling.backend != "server" or server is None:
         return None
-    root = Path(server.weights_dir) if server.weights_dir is not None else folder / WEIGHTS_FOLDER
+    own = folder.resolve() / WEIGHTS_FOLDER
+    shared = own if server.weights_dir is None else Path(server.weights_dir).resolve()
     return ServerPool(
         server,
-        root.resolve(),
+        own if server.weights_dir is None else shared / _name_of_run(folder),
         dtype=config.policy.dtype,
         pad_id=pad_id(tokenizer),
+        shared=shared,
         warn=warn,
         processes=_launched(config, server, folder / WEIGHTS_FOLDER),
     )
+
+
+def _name_of_run(folder: Path) -> str:
+    """Return the name of a run's folder among those of other runs: the same after a restart."""
+    return f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
 
 
 def _launched(config: TrainConfig, server: Server, logs: Path) -> list[LaunchedServer]:
@@ -117,7 +125,7 @@ def _launched(config: TrainConfig, server: Server, logs: Path) -> list[LaunchedS
     for number in range(launch.count):
         port = launch.port + number
         asked = Launch(
-            model=config.policy.model,
+            model=model_folder(config.policy.model),
             port=port,
             dtype=config.policy.dtype,
             device=config.run.device,

@@ -57,7 +57,8 @@ def build_teacher(
         return config.teacher.build(needs)
     reference = config.reference_model
     assert reference is not None, "the configuration refuses a teacher that cannot stand in for the reference"
-    check_tokenizers(ModelTeacher(model=reference), needs)
+    own = config.teacher if isinstance(config.teacher, ModelTeacher) else ModelTeacher(model=reference)
+    check_tokenizers(own, needs)
     return None
 
 

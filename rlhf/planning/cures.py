@@ -128,7 +128,7 @@ def _frozen_weights(config: RunConfiguration) -> Iterator[tuple[str, str]]:
             yield f"{name}.weights", section.weights
     if isinstance(config, RewardModelConfig):
         return
-    is_own = trained_section(config).lora is None or config.reference.model is not None
+    is_own = trained_section(config).lora is None or config.reference_model is not None
     if _takes(config.reference, "weights") and is_own:
         yield "reference.weights", getattr(config.reference, "weights")  # noqa: B009  # a key of later versions
     source = None if config.reward is None else config.reward.source

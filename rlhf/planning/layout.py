@@ -278,11 +278,12 @@ class _Planner:
                 "critic", path, config.critic, dtype=dtype, optimizer=config.critic, entropy=False, head=False
             )
             roles.append(critic)
-        if config.reference.measure and not (policy.lora is not None and config.reference.model is None):
+        if config.reference.measure and not (policy.lora is not None and config.reference_model is None):
             kept = getattr(config.reference, "weights", "auto")
             roles.append(
-                self.frozen("reference", config.reference.model or policy.model, kept=kept, dtype=dtype, head=True)
+                self.frozen("reference", config.reference_model or policy.model, kept=kept, dtype=dtype, head=True)
             )
+        roles += self.teachers(config, dtype)
         score = None
         for path, source in self.reward_models(config):
             roles.append(
@@ -313,6 +314,14 @@ class _Planner:
             steps=config.schedule.steps,
         )
 
+    def teachers(self, config: OnlineConfig | OfflineConfig, dtype: str) -> list[Role]:
+        """Return the teacher of a loss that compares with one, if it is a model in this process."""
+        if config.teacher is None or not config.algorithm.compares_with_teacher:
+            return []
+        own = getattr(config.teacher, "dtype", None) or dtype
+        paths = config.teacher.model_paths().values()
+        return [self.frozen("teacher", path, kept="auto", dtype=own, head=True) for path in paths]
+
     def reward_models(self, config: OnlineConfig) -> Iterator[tuple[str, Any]]:
         """Yield the reward models that a run holds; those of an ensemble of separate backbones one by one."""
         for _, source in sources_in(config.reward, "reward"):
@@ -333,6 +342,7 @@ class _Planner:
             roles.append(
                 self.frozen("reference", config.reference.model or policy.model, kept=kept, dtype=dtype, head=True)
             )
+        roles += self.teachers(config, dtype)
         annotate = None
         if loss.needs_reference:
             annotate = step.of(min(step.rows, NO_GRAD_PASSES * config.batch.micro_batch_size))

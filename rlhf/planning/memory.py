@@ -141,7 +141,8 @@ class _Memory:
         parts: Parts = {}
         offload = self.layout.offload
         for role in self.layout.roles:
-            if role.trained or not offload.frozen_models or phase not in ("rollout", "update"):
+            stays = role.trained or role.name == "teacher"
+            if stays or not offload.frozen_models or phase not in ("rollout", "update"):
                 parts |= self.weights(role)
             if role.trained and (phase == "update" or not offload.optimizer):
                 parts[role.name, "moments"] = self.moments(role)

@@ -21,6 +21,11 @@ def operations(layout: Layout) -> dict[str, Bytes]:
         readers = [role for role in layout.roles if role.name in ("reference", "critic", "reward model")]
         counts["annotate"] = sum(pass_operations(role.shape, step, reads_logits=role.has_head) for role in readers)
     counts["update"] = sum(layout.updates * _share(layout) * _training(role, step) for role in layout.trained)
+    counts["update"] += sum(
+        layout.updates * _share(layout) * pass_operations(role.shape, step, reads_logits=True)
+        for role in layout.roles
+        if role.name == "teacher"
+    )
     return counts
 
 

@@ -63,8 +63,13 @@ class JsonPoster:
         Raises:
             RewardError: the address is not an HTTP one, or contains a user name.
         """
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            is_address = parts.scheme in {"http", "https"} and bool((parts.hostname or "").encode("idna"))
+            _ = parts.port  # raises if it is no number of a port
+        except ValueError as error:
+            raise RewardError(f"{key} {url!r}: {error}; give an http:// or https:// address") from error
+        if not is_address:
             raise RewardError(f"{key} {url!r}: give an http:// or https:// address")
         if parts.username is not None:
             raise RewardError(f"{key}: leave user and password out of the address; it is written to the run folder")

@@ -17,9 +17,12 @@ from pathlib import Path
 from torch import Tensor
 
 from rlhf.errors import ConfigError, SamplingError
+from rlhf.models.backbone import context_length
 from rlhf.models.text_config import text_config
 from rlhf.sampling.canary import (
     KEY,
+    SPREAD,
+    TAIL,
     Reading,
     compare,
     differing,
@@ -67,6 +70,7 @@ class ServerPool:
         *,
         dtype: str,
         pad_id: int,
+        shared: Path | None = None,
         warn: Callable[[str], None] = lambda _: None,
         processes: Sequence[LaunchedServer] = (),
     ) -> None:
@@ -74,9 +78,10 @@ class ServerPool:
 
         Args:
             config: the section of the servers.
-            folder: where pushed weights are written.
+            folder: where pushed weights are written; folders in it that are no longer needed are deleted.
             dtype: of the trainer's arithmetic, as policy.dtype.
             pad_id: the id under masks.
+            shared: the folder of which the servers know the path, `folder` or one above it; None: `folder`.
             warn: called when a server dies or is back.
             processes: the servers that this run starts, if it does, in the order of the addresses.
 
@@ -86,16 +91,16 @@ class ServerPool:
         secret = None
         if config.token_env is not None:
             secret = os.environ.get(config.token_env)
-            if not secret:
+            if not secret or not secret.isascii() or not secret.isprintable():
                 raise ConfigError(
-                    f"sampling.server.token_env: the environment variable {config.token_env} is not set: put the token "
-                    "in it"
+                    f"sampling.server.token_env: put a token (printable ASCII) into the environment variable "
+                    f"{config.token_env}"
                 )
         self.config, self.dtype, self.pad_id, self.warn = config, dtype, pad_id, warn
         self.remotes = [Remote(JsonHttp(url, timeout_s=config.timeout_s, secret=secret)) for url in config.urls]
         for remote, process in zip(self.remotes, processes, strict=False):
             remote.process = process
-        self.folders = WeightFolders(folder)
+        self.folders, self._shared = WeightFolders(folder), folder if shared is None else shared
         self.phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self._name = secrets.token_hex(4)  # tells this run's versions from those of other runs and starts
         self._count = 0
@@ -123,12 +128,21 @@ class ServerPool:
         """
         with self._lock:
             if not self._prompts:
-                self._prompts = [list(ids) for ids in prompts[: self.config.canary.prompts]]
+                self._prompts = self._for_canary(policy, prompts)
             if not self._is_current:
                 with self.phase("push"):
                     self._update(policy)
                 self._is_current = self._is_steady
             yield
+
+    def _for_canary(self, policy: PushedPolicy, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """Return the first prompts; of one that leaves the canary no room in the model's context, the end."""
+        context = context_length(policy.model)
+        first = prompts[: self.config.canary.prompts]
+        if context is None:
+            return [list(ids) for ids in first]
+        room = context - max(self.config.canary.tokens, TAIL + SPREAD + 1)  # a forced text, and a token after it
+        return [list(ids[-max(room, 1) :]) for ids in first]
 
     @contextmanager
     def steady(self) -> Iterator[None]:
@@ -179,7 +193,8 @@ class ServerPool:
                 late = ", ".join(remote.http.url for remote, _ in waiting.values())
                 raise SamplingError(
                     f"the sampling server at {late} has not answered {self.config.launch.start_s:g} s after its start "
-                    f"(sampling.server.launch.start_s); see {self.folders.root}"
+                    "(sampling.server.launch.start_s); see "
+                    + ", ".join(str(process.log) for _, process in waiting.values())
                 )
             time.sleep(POLL_S if waiting else 0.0)
 
@@ -252,7 +267,7 @@ class ServerPool:
         else:
             folder, base = self._write_full(policy, tensors), None
         remote.holds = remote.tested = None
-        path = self.config.location(folder, self.folders.root)
+        path = self.config.location(folder, self._shared)
         assert self.version is not None
         push = Push(path=path, version=self.version, base=base, is_adapter=policy.is_adapter)
         try:
@@ -262,7 +277,7 @@ class ServerPool:
                 if base is None or error.status != HTTPStatus.CONFLICT:
                     raise
                 whole = self._write_full(policy, tensors)  # the server restarted after it reported its version
-                path = self.config.location(whole, self.folders.root)
+                path = self.config.location(whole, self._shared)
                 self.config.push(remote.http, replace(push, path=path, base=None))
         except ServerRefused as error:
             raise SamplingError(

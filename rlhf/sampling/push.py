@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -153,7 +154,8 @@ class WeightFolders:
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
             self._name_newest(name)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
             raise SamplingError(f"cannot write the weights for the servers into {folder}: {error}") from error
         self.written += (folder / file.name).stat().st_size / 1e6
         return folder
@@ -179,10 +181,10 @@ class WeightFolders:
         return tensors
 
     def prune(self, kept: set[Path]) -> None:
-        """Delete the folders that hold neither a tensor's newest value nor the one before."""
+        """Delete the folders that hold neither a tensor's newest value nor the one before, and broken pushes."""
         needed = {*self.places.values(), *self.before.values(), *kept}
         for folder in self.root.iterdir() if self.root.is_dir() else ():
-            if folder.is_dir() and folder not in needed and not folder.name.startswith("."):
+            if folder.is_dir() and folder not in needed:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def take_written(self) -> float:

@@ -28,7 +28,7 @@ from rlhf.config.sections import SamplingConfig
 from rlhf.data.tokenizer import left_pad
 from rlhf.errors import UserError
 from rlhf.models.adapters import is_adapted
-from rlhf.models.backbone import CausalLM, load_adapter
+from rlhf.models.backbone import CausalLM, context_length, load_adapter
 from rlhf.models.policy_models import Models
 from rlhf.sampling.canary import as_completions
 from rlhf.sampling.push import load_tensors, pushed_tensors, read_push, tensor_digest
@@ -106,11 +106,22 @@ class PolicyService:
         """
         ours = _field(body, "rlhf", dict, {})
         prompts = _prompts(body)
-        size, vocabulary = _field(body, "n", int, 1), self.model.get_input_embeddings().weight.shape[0]
+        size, vocabulary = _count(body, "n", 1), self.model.get_input_embeddings().weight.shape[0]
+        length, context = _count(body, "max_tokens", 16), context_length(self.model)
         if any(not 0 <= token < vocabulary for ids in prompts for token in ids):
             raise BadRequest(400, f"prompt: a token id is not in the vocabulary of {vocabulary}")
+        longest = max(map(len, prompts))
+        if context is not None and longest + length > context:
+            raise BadRequest(
+                400, f"prompt: {longest} tokens and max_tokens={length} are more than the model's context of {context}"
+            )
+        rows = [int(row) for row in ours.get("rows", range(len(prompts)))]
+        if len(rows) != len(prompts):
+            raise BadRequest(400, f"rlhf.rows: {len(rows)} numbers for {len(prompts)} prompts")
         limits = _limits(body, returns_support=bool(ours.get("support", False)))
         temperature = float(_field(body, "temperature", (int, float), 1.0))
+        if not temperature >= 0:
+            raise BadRequest(400, f"temperature: {temperature} is not valid")
         greedy = bool(ours.get("greedy", temperature == 0))
         self._check_whole()
         if not self._running.wait(WAIT_S):
@@ -120,7 +131,7 @@ class PolicyService:
             scored = [self._score(ids) for ids in prompts] if body.get("prompt_logprobs") is not None else None
             completions = self.sample(
                 prompts,
-                rows=[int(row) for row in ours.get("rows", range(len(prompts)))],
+                rows=rows,
                 width=int(ours.get("width", 0)),
                 size=size,
                 key=int(_field(body, "seed", int, 0)),
@@ -128,7 +139,7 @@ class PolicyService:
                 frozen=bool(ours.get("frozen", False)),
                 settings=(
                     temperature if temperature > 0 else 1.0,
-                    _field(body, "max_tokens", int, 16),
+                    length,
                     int(ours.get("batch_size", 256)),
                     limits,
                     tuple(int(token) for token in body.get("stop_token_ids") or ()),
@@ -210,6 +221,7 @@ class PolicyService:
     def _add_adapter(self, folder: Path) -> None:
         assert isinstance(self.model, PreTrainedModel)
         self.model = load_adapter(self.model, folder).eval()
+        self._exact = {}  # of the base, which nobody pushes any more
         self._sampler = cache(self._make_sampler)
         self._trained = [weight for weight in self.model.parameters() if weight.requires_grad]
 
@@ -338,6 +350,18 @@ def _field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], de
     return value
 
 
+def _count(body: Mapping[str, Any], name: str, default: int) -> int:
+    """Return a number of at least 1.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    value: int = _field(body, name, int, default)
+    if value < 1:
+        raise BadRequest(400, f"{name}: {value} is not valid")
+    return value
+
+
 Answering = Callable[[str, str, Mapping[str, Any]], dict[str, Any]]
 """Returns the answer to a request from its method, route and body: `PolicyService.answer`."""
 
@@ -374,7 +398,7 @@ def make_policy_server(answer: Answering, host: str, port: int, *, token: str | 
                 status, reply = 200, answer(method, self.path, read())
             except BadRequest as error:
                 status, reply = error.status, {"error": str(error)}
-            except (UserError, ValueError, RuntimeError) as error:
+            except (UserError, ValueError, RuntimeError, TypeError, LookupError) as error:
                 status, reply = 500, {"error": f"{type(error).__name__}: {error}"}
             content = json.dumps(reply).encode()
             with suppress(BrokenPipeError, ConnectionResetError):  # the client has gone

@@ -40,8 +40,13 @@ class JsonHttp:
         Raises:
             ConfigError: the address is not an HTTP one.
         """
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            is_address = parts.scheme in {"http", "https"} and bool((parts.hostname or "").encode("idna"))
+            _ = parts.port  # raises if it is no number of a port
+        except ValueError as error:
+            raise ConfigError(f"sampling.server.urls: {url!r} is no address: {error}") from error
+        if not is_address:
             raise ConfigError(f"sampling.server.urls: {url!r} is not an http:// or https:// address")
         if parts.username is not None:
             raise ConfigError("sampling.server.urls: leave user and password out of the address; set token_env")
@@ -50,18 +55,22 @@ class JsonHttp:
 
     def get(self, route: str, *, timeout_s: float | None = None) -> Any:
         """Return the JSON at a route; see `_ask` for the errors."""
-        return self._ask("GET", route, None, timeout_s)
+        return _parsed(*self._ask("GET", route, None, timeout_s))
 
     def post(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         """POST JSON to a route and return the JSON of the answer; None if it has no body."""
-        return self._ask("POST", route, b"" if body is None else json.dumps(body).encode(), timeout_s)
+        return _parsed(*self._ask("POST", route, b"" if body is None else json.dumps(body).encode(), timeout_s))
 
-    def _ask(self, method: str, route: str, body: bytes | None, timeout_s: float | None) -> Any:
-        """Send a request once.
+    def tell(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> None:
+        """POST JSON to a route of whose answer the status alone counts; it may have any text."""
+        self._ask("POST", route, b"" if body is None else json.dumps(body).encode(), timeout_s)
+
+    def _ask(self, method: str, route: str, body: bytes | None, timeout_s: float | None) -> tuple[int, str]:
+        """Send a request once, and return the status and the text of the answer.
 
         Raises:
             ServerDown: there was no answer.
-            ServerRefused: the answer is an error, or no JSON.
+            ServerRefused: the answer is an error; or, where it is to be JSON, is none.
         """
         import http.client
 
@@ -82,18 +91,18 @@ class JsonHttp:
         finally:
             with contextlib.suppress(OSError):
                 connection.close()
-        return _parsed(status, content)
+        text = content.decode(errors="replace")
+        if status in PASSING:
+            raise ServerDown(f"HTTP {status}: {text[:SHOWN]}")
+        if status >= 400:
+            raise ServerRefused(status, text[:SHOWN])
+        return status, text
 
 
-def _parsed(status: int, content: bytes) -> Any:
-    text = content.decode(errors="replace")
-    if status in PASSING:
-        raise ServerDown(f"HTTP {status}: {text[:SHOWN]}")
-    if status >= 400:
-        raise ServerRefused(status, text[:SHOWN])
-    if not content.strip():
+def _parsed(status: int, text: str) -> Any:
+    if not text.strip():
         return None
     try:
-        return json.loads(content)
+        return json.loads(text)
     except ValueError:
         raise ServerRefused(status, f"the answer is not JSON: {text[:SHOWN]!r}") from None

@@ -67,7 +67,7 @@ class LaunchConfig(Section):
 class Launch:
     """What a server is started for."""
 
-    model: str  # the policy's, as policy.model
+    model: str  # the policy's: a folder with weights, or a hub id
     port: int
     dtype: str
     device: str  # as run.device
@@ -93,7 +93,8 @@ class Server(Choice):
     launch: LaunchConfig | None = None
     """Start the servers with the run, and stop them with it; null: they are started by somebody else."""
     weights_dir: str | None = None
-    """Folder for pushed weights, which every server can read; null: the folder `weights` in the run's folder."""
+    """Folder for pushed weights, which every server can read; each run has a folder of its own in it. null: the folder
+    `weights` in the run's folder."""
     weights_dir_on_server: str | None = None
     """The same folder as the servers see it; null: the same path."""
     timeout_s: Positive = 600.0

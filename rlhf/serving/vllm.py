@@ -105,18 +105,21 @@ class VllmServer(Server):
         return None
 
     def push(self, http: JsonHttp, push: Push) -> None:
-        """Load an adapter under its name, or pause, reload all weights, forget cached prefixes, and resume."""
+        """Load an adapter under its name, or pause, reload all weights, forget cached prefixes, and resume.
+
+        vLLM confirms an adapter by a sentence, not by JSON.
+        """
         if push.is_adapter:
             body = {"lora_name": self.adapter, "lora_path": push.path, "load_inplace": True}
-            http.post("/v1/load_lora_adapter", body)
-            http.post("/reset_prefix_cache", timeout_s=SHORT_S)
+            http.tell("/v1/load_lora_adapter", body)
+            http.tell("/reset_prefix_cache", timeout_s=SHORT_S)
             return
-        http.post("/pause", timeout_s=self.timeout_s)
-        http.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": push.path}})
+        http.tell("/pause", timeout_s=self.timeout_s)
+        http.tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": push.path}})
         for method in self.after_reload:
-            http.post("/collective_rpc", {"method": method})
-        http.post("/reset_prefix_cache", timeout_s=SHORT_S)
-        http.post("/resume", timeout_s=SHORT_S)
+            http.tell("/collective_rpc", {"method": method})
+        http.tell("/reset_prefix_cache", timeout_s=SHORT_S)
+        http.tell("/resume", timeout_s=SHORT_S)
 
     def _asked(self, adapted: bool) -> str:
         return self.adapter if adapted else self.model

@@ -17,6 +17,8 @@ def finish_step(run: OnlineRun, step: int, rollout: Rollout, collected: Collecte
     if run.ema is not None:
         run.ema.update()
     run.session.state.completions += len(rollout) + collected.extra
+    if collected.score_moments is not None:
+        run.session.state.score_moments = collected.score_moments
     run.session.report(metrics.values() | counts(run), tokens=live_tokens(rollout))
     if step % run.config.logging.every == 0:
         records = sample_records(rollout, run.decode, step=step, split="train", limit=run.config.logging.samples)

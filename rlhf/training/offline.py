@@ -17,6 +17,7 @@ from rlhf.batching import Batch, concat, extend, widen
 from rlhf.config.run import ScheduleConfig
 from rlhf.config.sections import BatchConfig
 from rlhf.data.pairs import CompletionRows
+from rlhf.errors import RewardError
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.lora import Dropout
 from rlhf.models.policy_models import Ema, Models
@@ -59,7 +60,11 @@ class OfflineRun:
 
 
 def train_offline(run: OfflineRun) -> None:
-    """Run the remaining training steps."""
+    """Run the remaining training steps.
+
+    Raises:
+        RewardError: the teacher of the loss does not answer; the run is saved as it was before the step.
+    """
     rows = adaptive_micro_batch(run.batch, run.session)
     drops = Dropout(run.trained.module)
     for step in run.session.steps():
@@ -72,14 +77,17 @@ def train_offline(run: OfflineRun) -> None:
             decay=run.schedule.decay,
         )
         drawn = drops.drawn(derive_seed(run.seed, "dropout", step, run.session.ranks.rank))
-        with run.session.recorder.phase("update"), weights_cast_once(), drawn:
-            metrics = optimizer_step(
-                loss_batches(run, batch, step),
-                [run.trained],
-                micro_batch_size=rows,
-                lr_factor=factor * run.session.state.lr_scale,
-                ranks=run.session.ranks,
-            )
+        try:
+            with run.session.recorder.phase("update"), weights_cast_once(), drawn:
+                metrics = optimizer_step(
+                    loss_batches(run, batch, step),
+                    [run.trained],
+                    micro_batch_size=rows,
+                    lr_factor=factor * run.session.state.lr_scale,
+                    ranks=run.session.ranks,
+                )
+        except RewardError as error:  # of a teacher
+            raise run.session.explain_update(error, changed=False) from error
         run.session.check_update(metrics)
         if run.ema is not None:
             run.ema.update()

@@ -6,6 +6,7 @@ and the run folder is in the files beside this one and in session.py.
 
 from __future__ import annotations
 
+from rlhf.errors import RewardError
 from rlhf.experience import compute_advantages, select_training_rows
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.tracking.metrics import Metrics
@@ -59,6 +60,9 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
 
     Where there is nothing to train on (all groups tied, no completion above the threshold, all of them masked), the
     policy does not change, nor does a critic that has nothing to train on either.
+
+    Raises:
+        RewardError: the teacher of the loss does not answer; the run is saved if no weight has changed in this step.
     """
     batch, record = run.config.batch, UpdateRecord(run)
     training_rows = select_training_rows(experience, run.algorithm)  # rows, or pairs of them
@@ -71,17 +75,20 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
             minibatch = training_rows.rows(indices.sort().values)  # keeps rows of one prompt together: they share it
             if isinstance(minibatch, Experience):  # not pairs of completions
                 minibatch = run.algorithm.advantage.of_minibatch(minibatch)
-            with weights_cast_once():
-                step_metrics = optimizer_step(  # forward, ratio, loss, backward, clip, step
-                    [
-                        *(LossBatch(minibatch, loss) for loss in losses),
-                        *demonstrations(run, step, epoch * batch.minibatches + number),
-                    ],
-                    trained_models(run, step, epoch),
-                    micro_batch_size=run.rows,
-                    lr_factor=lr_factor_at(run, step),
-                    ranks=run.session.ranks,
-                )
+            try:
+                with weights_cast_once():
+                    step_metrics = optimizer_step(  # forward, ratio, loss, backward, clip, step
+                        [
+                            *(LossBatch(minibatch, loss) for loss in losses),
+                            *demonstrations(run, step, epoch * batch.minibatches + number),
+                        ],
+                        trained_models(run, step, epoch),
+                        micro_batch_size=run.rows,
+                        lr_factor=lr_factor_at(run, step),
+                        ranks=run.session.ranks,
+                    )
+            except RewardError as error:  # of a teacher
+                raise run.session.explain_update(error, changed=record.steps > 0) from error
             record.add(step_metrics, minibatch, losses[0])
             if record.should_stop:
                 return finish_update(record, losses[0], backtracking, step)

@@ -98,7 +98,8 @@ class CompletionPrefetcher:
             completions = self._drawn[step].future.result()
         except BaseException:
             del self._drawn[step]  # a checkpoint that is saved now has no completions of this step
-            raise
+            self._drawn = {number: drawn for number, drawn in self._drawn.items() if not drawn.future.cancel()}
+            raise  # a step that waits to be drawn would fail likewise, after another wait for a server
         self._drawn = {number: drawn for number, drawn in self._drawn.items() if number >= step}
         coming = range(step + 1, min(step + self._behind, self._last_step) + 1)
         self._begin([number for number in coming if number not in self._drawn], updates=step - 1)

@@ -50,6 +50,7 @@ class Collected:
     shares: Float[Tensor, " N"]  # of each prompt's completions without a hint, those that succeeded; NaN: no score
     extra: int  # completions that were sampled but are not trained on
     metrics: Metrics
+    score_moments: dict[str, float] | None = None  # of all scores so far, where reward.shaping.normalize reads them
 
 
 def live_tokens(completions: Completions) -> int:
@@ -268,9 +269,9 @@ def logprob_metrics(experience: Experience, models: Models) -> dict[str, Mean]:
     if models.has_reference:
         sequence_kl = torch.where(experience.action_mask, per_token, 0.0).sum(dim=1)
         metrics["kl/reference"] = Mean.of(sequence_kl, ~experience.hinted)
-    if models.reference_is_teacher and models.teacher is None:
-        metrics["kl/teacher"] = Mean.of(per_token, mask)
-        metrics["kl/teacher_sequence"] = metrics["kl/reference"]
+        if models.reference_is_teacher and models.teacher is None:
+            metrics["kl/teacher"] = Mean.of(per_token, mask)
+            metrics["kl/teacher_sequence"] = metrics["kl/reference"]
     return metrics
 
 

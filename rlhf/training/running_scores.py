@@ -15,17 +15,17 @@ def normalize_scores(run: OnlineRun, collected: Collected) -> Collected:
     """Add the step's scores to the moments of the run, and bring scores and greedy baselines onto that scale.
 
     Every rank has the scores of the whole step, so the moments are the same on all of them. The scores before are kept
-    as a part; the moments are part of the run's state.
+    as a part; the moments become part of the run's state when the step ends.
     """
-    shaping, state = run.config.reward.shaping, run.session.state
+    shaping = run.config.reward.shaping
     scores = collected.scores
-    moments = Moments(**state.score_moments).with_batch(scores.values)
-    state.score_moments = asdict(moments)
+    moments = Moments(**run.session.state.score_moments).with_batch(scores.values)
     collected.metrics.add("score/running_mean", moments.mean)
     collected.metrics.add("score/running_std", moments.std)
     baselines = collected.baselines
     return replace(
         collected,
+        score_moments=asdict(moments),
         scores=Scores(
             values=shaping.normalized(scores.values, moments), parts={**scores.parts, REWARD: reward_of(scores)}
         ),

@@ -380,6 +380,17 @@ class Session:
         self._checkpoint()
         return type(error)(f"{error}. The run is saved at step {self.state.step}: {self._how_to_continue} from there")
 
+    def explain_update(self, error: RewardError, *, changed: bool) -> RewardError | SamplingError:
+        """Return an error within an update with a hint on how to continue, from now or from the newest checkpoint.
+
+        The run is saved if no weight has been `changed` since its last step, and no other process waits for this one.
+        """
+        if not changed and self.ranks.world == 1:
+            return self.save_and_explain(error)
+        if not self.checkpoints.all():
+            return error
+        return type(error)(f"{error}; {self._how_to_continue} from the newest checkpoint")
+
     def _count_bad_step(self, reason: str) -> None:
         state = self.state
         state.bad_in_a_row += 1

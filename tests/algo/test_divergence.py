@@ -145,3 +145,21 @@ def test_only_the_divergence_has_a_gradient() -> None:
     (whole,) = torch.autograd.grad(columns.sum(), pi, retain_graph=True)
     (own,) = torch.autograd.grad(columns[0].sum(), pi)
     assert torch.equal(whole, own)
+
+
+def test_without_the_tail_listed_tokens_have_no_bound() -> None:
+    """All of the policy may be outside of the K tokens, which is far from the bound of an error of the tail."""
+    teacher = torch.tensor([[0.6, 0.3, 0.05, 0.05]], dtype=torch.float64).log()
+    far = torch.tensor([[0.02, 0.01, 0.5, 0.47]], dtype=torch.float64).log()
+    for kind in KINDS:
+        whole = divergence(far, teacher, kind)  # type: ignore[arg-type]
+        columns = {}
+        for tail in (True, False):
+            loss = DistillLoss(divergence=kind, top_k=2, tail=tail)  # type: ignore[arg-type]
+            columns[tail] = dict(zip(COLUMNS, loss.against_teacher(far, listed(teacher, 2)), strict=True))
+        assert columns[False]["error"].isnan().all()
+        assert "teacher/tail_error" not in loss.measure(
+            torch.stack(list(columns[False].values()))[:, None], torch.ones(1, 1, dtype=torch.bool)
+        )
+        missing = whole - columns[False]["divergence"]
+        assert kind == "reverse" or (columns[True]["error"] < missing).all(), "it is no bound of what is missing here"

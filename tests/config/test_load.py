@@ -360,11 +360,39 @@ def test_an_adaptive_controller_from_the_command_line() -> None:
         ("online_dpo", {"algorithm": {"kl": {"placement": "none", "coef": 0.1}}}, "algorithm.kl is set, but the beta"),
         ("rejection_sampling", {"critic": {"lr": 1.0}}, "critic is set, but advantage.type=best has no critic"),
         ("cdpo", {"data": {"eval_prompts": {"path": "e"}}}, "data.eval_prompts is set, but eval.source, the judge"),
+        ("online_dpo", {"sampling": {"correction": "token_mask"}}, "sampling.correction is set, but policy_loss.type"),
+        (
+            "distill",
+            {"teacher": {"model": "t"}, "sampling": {"correction": "token_mask"}},
+            "sampling.correction is set, but policy_loss.type=distill reads no advantages",
+        ),
+        ("distill", {"teacher": {"model": "t"}, "overlap": {"ahead": True, "ratio_cap": 3.0}}, "overlap.ratio_cap is"),
+        (
+            "opd",
+            {"teacher": {"model": "t", "dtype": "float64"}, "batch": {"epochs": 1}},
+            "teacher.dtype is set, but the teacher is the reference",
+        ),
     ],
 )
 def test_a_section_that_nothing_reads_is_named(algorithm: str, changes: dict[str, Any], expected: str) -> None:
     notes = unread_warnings(train_config(merge(base(preset=algorithm), changes)))
     assert any(note.startswith(expected) for note in notes), notes
+
+
+def test_what_weights_advantages_and_a_teacher_s_own_dtype_are_read() -> None:
+    grpo = {"sampling": {"correction": "token_mask", "completions_per_prompt": 2}}
+    distill = {"teacher": {"model": "t", "dtype": "float64"}}
+    for preset, changes in (("grpo", grpo), ("distill", distill)):
+        notes = unread_warnings(train_config(merge(base(preset=preset), changes)))
+        assert not [note for note in notes if note.startswith(("sampling", "overlap", "teacher"))]
+
+
+def test_a_teacher_in_place_of_the_reference_has_weights_of_its_own_beside_adapters() -> None:
+    changes = {"policy": {"lora": {"r": 2}}, "reference": {"weights": "bfloat16"}, "batch": {"epochs": 1}}
+    opd = train_config(merge(base(preset="opd"), {**changes, "teacher": {"model": "t"}}))
+    assert opd.reference.weights == "bfloat16"
+    with pytest.raises(ConfigError, match="the reference is the policy without its adapter"):
+        train_config(merge(base(preset="grpo"), changes))
 
 
 JUDGED = {"data": {"eval_prompts": {"path": "e"}}, "eval": {"source": {"type": "model", "path": "judge"}}}

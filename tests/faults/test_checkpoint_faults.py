@@ -16,7 +16,8 @@ import pytest
 import torch
 from runs import largest_difference, online, ppo_tree, trained, weights
 
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, SamplingError
+from rlhf.sampling.push import WeightFolders
 from rlhf.tracking.checkpoint import MANIFEST, Checkpoints, find_damage, replace_folder
 from rlhf.tracking.run_folder import FolderLock, RunFolder
 from rlhf.tracking.trackers import JsonlLogger, read_jsonl
@@ -284,3 +285,17 @@ def test_the_checkpoint_has_every_generator_there_is(
     disturbed.sampler.sample = disturb  # type: ignore[method-assign, assignment]
     train(disturbed)
     assert largest_difference(whole, weights(disturbed.models.policy)) == 0.0
+
+
+def test_a_push_to_servers_that_finds_no_room_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    """The run is saved then, on what may be the same disk."""
+    folders = WeightFolders(tmp_path)
+    with files_of_at_most(1000), pytest.raises(SamplingError, match="cannot write the weights"):
+        folders.write(
+            "weights-000001-all",
+            {"weight": torch.zeros(1000)},
+            manifest={},
+            is_adapter=False,
+            write_config=lambda _: None,
+        )
+    assert not list(tmp_path.iterdir())

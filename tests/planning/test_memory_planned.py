@@ -157,6 +157,20 @@ def test_ppo_holds_four_models_and_grpo_two_and_dpo_one() -> None:
     assert [role.name for role in lora.layout.roles] == ["policy"]
 
 
+def test_a_teacher_is_held_as_itself_or_as_the_reference() -> None:
+    small = "Qwen/Qwen2.5-0.5B-Instruct"
+    parameters = planned("grpo", model=small).layout.roles[0].shape.parameters
+    for algorithm, name in (("distill", "teacher"), ("opd", "reference")):
+        for lora in (None, {"r": 16}):
+            policy, other = planned(algorithm, teacher__model=small, policy__lora=lora).layout.roles
+            assert (policy.name, other.name, other.shape.parameters) == ("policy", name, parameters)
+    less = planned("distill", teacher__type="server", teacher__url="http://x", teacher__model="m")
+    more = planned("distill", teacher__model=small)
+    assert [role.name for role in less.layout.roles] == ["policy"]
+    assert operations(less.layout)["update"] < operations(more.layout)["update"]
+    assert less.memory.peak < more.memory.peak
+
+
 def test_zero_divides_moments_then_gradients_then_weights() -> None:
     machine = Machine(device="cuda", processes=4)
     parameters = PUBLISHED["Qwen/Qwen2.5-1.5B"].parameters

@@ -192,7 +192,9 @@ def test_a_wrong_answer_is_final_and_named(body: bytes, message: str, serve: Cal
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/score", "file:///etc/passwd", "http://", ""])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://h/score", "file:///etc/passwd", "http://", "http://h:port", "http://[::1", ""]
+)
 def test_only_http_addresses(url: str) -> None:
     with pytest.raises(RewardError, match="http:// or https://"):
         RemoteReward(url, tokenizer())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rlhf.config.sections import SamplingConfig
 from rlhf.config.weights import LoraConfig
 from rlhf.errors import SamplingError
-from rlhf.models.backbone import CausalLM, add_lora, load_causal_lm
+from rlhf.models.backbone import CausalLM, add_lora, context_length, load_causal_lm
 from rlhf.models.policy_models import Models
 from rlhf.sampling import canary
 from rlhf.sampling.pool import ServerPool
@@ -304,3 +304,25 @@ def test_int8_by_hand_and_the_canary_sees_it(tmp_path: Path) -> None:
         with pytest.raises(SamplingError, match="weights int8"):
             push(pool_of("rlhf", url, tmp_path), policy)
         assert 1e-3 < push(pool_of("rlhf", url, tmp_path, canary={"bound": 0.5}), policy) < 0.5
+
+
+def test_an_adapter_in_8_bits_is_not_compared_by_the_weights_below_it(tmp_path: Path) -> None:
+    """Those are never pushed, so no digest of the trainer's is there for them."""
+    model = model_folder(tmp_path)
+    policy = policy_of(model, lora=True)
+    service = Sound(load_causal_lm(model), dtype="float32", device=CPU, weights="int8")
+    with listening(service) as url:
+        push(pool_of("rlhf", url, tmp_path, canary={"bound": 5.0}), policy)
+    assert service.digests() == {name: tensor_digest(tensor) for name, tensor in policy.tensors().items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_that_fill_the_context_leave_the_canary_room(tmp_path: Path, kind: str) -> None:
+    model = model_folder(tmp_path)
+    policy = policy_of(model, lora=False)
+    context = context_length(policy.model)
+    assert context is not None
+    with listening(Sound(load_causal_lm(model), dtype="float32", device=CPU)) as url:
+        pool = pool_of(kind, url, tmp_path)
+        with pool.sampling_from(policy, [[BOS] + [5] * (context - 2)]):
+            assert pool.take_metrics()["server/canary"] < 1e-4

@@ -210,6 +210,16 @@ def test_a_server_that_is_too_slow_for_the_timeout_is_told_from_one_that_is_gone
         drawn(pool_of(tmp_path, url, timeout_s=0.5, wait_s=0.1), policy_of(model))
 
 
+def test_vllm_confirms_an_adapter_by_a_sentence() -> None:
+    push = Push(path="weights", version="v.1", base=None, is_adapter=True)
+    with answering(200, "Success: LoRA adapter 'policy-adapter' added successfully.") as url:
+        VllmServer(urls=[url]).push(JsonHttp(url, timeout_s=5.0), push)
+        with pytest.raises(ServerRefused, match="not JSON"):
+            JsonHttp(url, timeout_s=5.0).post("/v1/completions", {})
+    with answering(404, "no such route") as url, pytest.raises(ServerRefused, match="404"):
+        VllmServer(urls=[url]).push(JsonHttp(url, timeout_s=5.0), push)
+
+
 def test_choices_without_a_number_are_refused() -> None:
     with pytest.raises(ServerRefused, match="expected 1 choices"):
         choices_of({"choices": [{"text": "x"}]}, 1)

@@ -18,7 +18,9 @@ import yaml
 from runs import largest_difference, make_model, online, ppo_tree, trained, weights
 
 from rlhf.config.load import train_config
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError, SamplingError
+from rlhf.factory.sampler import build_servers
 from rlhf.models.backbone import load_causal_lm
 from rlhf.sampling.launched import LaunchedServer
 from rlhf.serving.own import OwnServer
@@ -136,6 +138,19 @@ def test_a_run_whose_server_cannot_start_says_so(tmp_path: Path) -> None:
     with pytest.raises(SamplingError, match="exit code 1 before it answered"):
         train(run)
     run.session.recorder.close()
+
+
+def test_a_run_as_the_policy_is_started_by_the_folder_of_its_weights(tmp_path: Path) -> None:
+    """An engine that is not ours reads no run folder."""
+    run, settings = tmp_path / "earlier", {"sampling": {"server": {"type": "vllm", "launch": {}}, "backend": "server"}}
+    make_model(run / "model")
+    (run / "config.yaml").write_text("run: {}")
+    config = train_config(ppo_tree(tmp_path, policy={"model": str(run)}, critic={"init": "policy"}, **settings))
+    pool = build_servers(config, load_tokenizer(str(run / "model")), tmp_path / "run")
+    assert pool is not None
+    process = pool.remotes[0].process
+    assert process is not None
+    assert process.command[:3] == ["vllm", "serve", str(run / "model")]
 
 
 def test_the_commands() -> None:

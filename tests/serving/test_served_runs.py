@@ -48,3 +48,27 @@ def test_a_served_run_is_the_run_bit_for_bit(tmp_path: Path, name: str) -> None:
     assert metrics(tmp_path / "here") == metrics(tmp_path / "there")
     samples = [(tmp_path / name / "run" / "samples.jsonl").read_bytes() for name in ("here", "there")]
     assert samples[0] == samples[1]
+
+
+def test_runs_share_a_folder_for_weights_with_each_other_and_with_other_files(tmp_path: Path) -> None:
+    """A run deletes its own old pushes, and nothing else: not those of another run, nor a folder of the user."""
+    model, shared = make_model(tmp_path / "model"), tmp_path / "shared"
+    kept = [shared / "data" / "set.jsonl", shared / ".hidden" / "notes"]
+    for file in kept:
+        file.parent.mkdir(parents=True)
+        file.write_text("x")
+    (tmp_path / "seen").symlink_to(shared)
+    versions = {}
+    for name in ("one", "two"):
+        service = service_of(model)
+        with listening(service) as url:
+            sampling = served(url, weights_dir=str(shared), weights_dir_on_server=str(tmp_path / "seen"))
+            run = trained(tree_of(tmp_path / name, model, sampling=sampling), "schedule.steps=3", "eval.every=0")
+        assert run.servers is not None
+        versions[run.servers.folders.root] = run.servers.version
+        assert service.version == run.servers.version
+    assert all(file.is_file() for file in kept)
+    assert len(versions) == 2, "each run has a folder of its own"
+    for root, version in versions.items():
+        newest = root / (root / "VERSION").read_text().strip()
+        assert json.loads((newest / "push.json").read_text())["version"] == version

@@ -12,8 +12,10 @@ from servers import listening, served, service_of
 
 from rlhf.config.load import train_config
 from rlhf.errors import ConfigError
+from rlhf.sampling.pool import ServerPool
 from rlhf.sampling.service import BadRequest
 from rlhf.serving.http import JsonHttp, ServerDown, ServerRefused
+from rlhf.serving.own import OwnServer
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,10 @@ def test_a_request_with_vllm_s_fields_alone(model: Path) -> None:
         ({"prompt": [4], "top_p": 0.9}, "samples from the whole distribution"),
         ({"prompt": [4], "top_k": 50}, "samples from the whole distribution"),
         ({"prompt": [4], "max_tokens": "many"}, "max_tokens"),
+        ({"prompt": [4], "max_tokens": 0}, "max_tokens: 0"),
+        ({"prompt": [4], "n": -1}, "n: -1"),
+        ({"prompt": [4], "temperature": -0.5}, "temperature: -0.5"),
+        ({"prompt": [4] * 60, "max_tokens": 5}, "60 tokens and max_tokens=5 are more than the model's context of 64"),
     ],
 )
 def test_what_is_refused(model: Path, body: dict[str, Any], why: str) -> None:
@@ -58,6 +64,27 @@ def test_a_folder_of_another_model_is_refused_and_nothing_is_sampled_after(model
         )
     with pytest.raises(BadRequest, match="the last push broke"):
         service.answer("POST", "/v1/completions", {"prompt": [4]})
+
+
+def test_a_broken_request_gets_an_answer(model: Path) -> None:
+    """A connection that breaks would look like a dead server, which the trainer waits for."""
+    with listening(service_of(model)) as url:
+        http = JsonHttp(url, timeout_s=5.0)
+        for wrong in ({"rlhf": {"width": None}}, {"rlhf": {"rows": [0, 1, 2]}}, {"stop_token_ids": 5}):
+            with pytest.raises(ServerRefused, match=r"HTTP [45]00"):
+                http.post("/v1/completions", {"prompt": [[4], [5]], "max_tokens": 2, **wrong})
+
+
+@pytest.mark.parametrize("url", ["http://host:port", "http://host:99999", "http://[::1", "http://.x", "host:8001"])
+def test_what_is_no_address_is_told(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.server\.urls"):
+        JsonHttp(url, timeout_s=5.0)
+
+
+def test_a_secret_that_no_header_can_hold_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TOKEN", "secret\n")
+    with pytest.raises(ConfigError, match=r"sampling\.server\.token_env.*TOKEN"):
+        ServerPool(OwnServer(urls=["http://a"], token_env="TOKEN"), tmp_path, dtype="float32", pad_id=0)
 
 
 def test_a_token_and_an_address(model: Path) -> None:

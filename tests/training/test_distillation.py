@@ -29,8 +29,9 @@ from runs import (
     written,
 )
 from tiny_models import ragged, tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf.algo.divergence import TeacherTokens
 from rlhf.algo.kl import kl_of_distributions
@@ -39,14 +40,17 @@ from rlhf.cli import main
 from rlhf.config.files import merge
 from rlhf.config.load import train_config
 from rlhf.config.weights import LoraConfig
-from rlhf.errors import CheckpointError, ConfigError, DataError, RewardError
+from rlhf.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
 from rlhf.guard.lint import lint
 from rlhf.models.backbone import CausalLM, add_lora
 from rlhf.models.policy_models import Models
 from rlhf.models.teacher import LocalTeacher
 from rlhf.teachers.listed import ListedTokens
+from rlhf.teachers.server import AskedTeacher, ServerTeacher
 from rlhf.teachers.teacher import Teacher, TeacherContext
 from rlhf.tracking.trackers import read_jsonl
+from rlhf.training.offline import train_offline
+from rlhf.training.online import train
 from rlhf.training.online_run import OnlineRun
 
 CPU = torch.device("cpu")
@@ -376,6 +380,22 @@ def test_a_server_whose_ids_mean_other_texts_is_refused(tmp_path: Path) -> None:
             run.models.teacher(run.sampler.sample(run.prompts(1), key=1, group_size=1))
 
 
+def test_a_token_of_some_bytes_of_a_character_may_have_any_text_at_the_server() -> None:
+    """vLLM writes the character that it completes with the tokens before, and nothing where it completes none."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    bytewise = Tokenizer(models.BPE(vocabulary, []))
+    bytewise.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise)
+    config = ServerTeacher(url="http://localhost:1/v1", model="teacher")
+    asked = AskedTeacher(config, tokenizer, CPU)
+    part, whole = (vocabulary[letter] for letter in "©a")  # the byte A9, the last of é, and the letter a
+    for text in ("é", "\ufffd", "", None):
+        asked._check_texts([part, whole], [text, "a"])
+    with pytest.raises(RewardError, match="another vocabulary"):
+        asked._check_texts([part, whole], ["é", "b"])
+
+
 def test_listed_tokens_keep_the_order_of_the_rows() -> None:
     ids = torch.arange(6).view(3, 2)
     rows = ListedTokens(ids, torch.tensor([[0.5, 0.25]] * 3).log())
@@ -422,6 +442,80 @@ def test_a_teacher_of_the_users_own_is_a_teacher_everywhere(tmp_path: Path) -> N
     for divergence, nats in zip(kl, entropy, strict=True):
         assert divergence == pytest.approx(math.log(10) - nats, abs=1e-5)  # KL(π ‖ uniform) = log V - H(π)
     assert kl[-1] < 0.5 * kl[0]
+
+
+class AbsentTeacher(UniformTeacher):
+    """Does not answer once it was asked a number of times."""
+
+    type: Literal["absent"] = "absent"  # type: ignore[assignment]
+    answers: ClassVar[int] = 1000
+
+    def __call__(self, batch: Any) -> UniformTeacher:
+        """Count down to 0 answers."""
+        type(self).answers -= 1
+        if type(self).answers < 0:
+            raise RewardError("the teacher's server gave no answer")
+        return self
+
+
+@pytest.mark.parametrize("kind", ["online", "offline"])
+def test_a_run_whose_teacher_does_not_answer_is_saved_and_continues(tmp_path: Path, kind: str) -> None:
+    """In the third step, which has one optimizer step: nothing of it is in what is saved, nor in running scores."""
+    changes: dict[str, Any] = {"schedule": {"steps": 4}, "checkpoint": {"every": 0}, "eval": {"every": 0}}
+    if kind == "online":
+        tree = with_teacher(tmp_path, **changes, reward={"shaping": {"normalize": "standardize"}})
+    else:
+        tree = sft_with_teacher(tmp_path, **changes)
+        del tree["data"]["eval_sft"]
+    tree["teacher"] = {"type": "absent"}
+    to_its_end = trained if kind == "online" else trained_offline
+    AbsentTeacher.answers = 1000
+    whole = to_its_end(merge(tree, {"run": {"out_dir": str(tmp_path / "whole")}}))
+    AbsentTeacher.answers = (1000 - AbsentTeacher.answers) // 4 * 2
+    run: Any = online(tree) if kind == "online" else offline(tree)
+    with pytest.raises(RewardError, match=r"no answer\. The run is saved at step 2: .* continue"):
+        train(run) if kind == "online" else train_offline(run)
+    run.session.recorder.close()
+    AbsentTeacher.answers = 1000
+    again = to_its_end(tree)
+    assert again.session.resumed
+    assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    if kind == "online":
+        assert again.session.state.score_moments == whole.session.state.score_moments
+        assert again.session.state.score_moments
+
+
+def test_a_teacher_that_fails_after_a_change_of_weights_is_not_saved(tmp_path: Path) -> None:
+    tree = with_teacher(tmp_path, schedule={"steps": 3}, batch={"minibatches": 2}, eval={"every": 0})
+    tree["teacher"] = {"type": "absent"}
+    tree["checkpoint"] = {"every": 1}
+    AbsentTeacher.answers = 1000
+    trained(tree, f"run.out_dir={tmp_path / 'whole'}")
+    AbsentTeacher.answers = (1000 - AbsentTeacher.answers) // 6 * 5
+    run = online(tree)
+    with pytest.raises(RewardError, match=r"no answer; .* continues from the newest checkpoint"):
+        train(run)
+    run.session.recorder.close()
+    AbsentTeacher.answers = 1000
+    assert trained(tree).session.resumed
+    assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == (tmp_path / "run" / "metrics.jsonl").read_bytes()
+
+
+def test_a_teacher_s_own_tokenizer_is_read_also_in_place_of_the_reference(tmp_path: Path) -> None:
+    for preset in ("distill", "opd"):
+        tree = with_teacher(tmp_path, preset, run={"out_dir": str(tmp_path / preset)})
+        for file in (tmp_path / "teacher").glob("tokenizer*"):
+            file.unlink()
+        with pytest.raises(UserError):
+            online(tree)
+        run = online(merge(tree, {"teacher": {"tokenizer": str(tmp_path / "model")}}))
+        run.session.recorder.close()
+
+
+def test_a_teacher_in_place_of_a_reference_that_is_not_measured(tmp_path: Path) -> None:
+    tree = with_teacher(tmp_path, "opd", schedule={"steps": 1}, reference={"measure": False})
+    trained(merge(tree, {"algorithm": {"kl": {"coef": 0.0}}}), "eval.every=0")
+    assert not column(tree, "kl/teacher")
 
 
 # What is refused

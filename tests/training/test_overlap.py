@@ -13,11 +13,12 @@ from runs import largest_difference, online, ppo_tree, trained, weights
 from tiny_models import ragged
 
 from rlhf.config.load import train_config
-from rlhf.errors import ConfigError, RewardError
+from rlhf.errors import ConfigError, RewardError, SamplingError
 from rlhf.factory.online import drawn_ahead
 from rlhf.training.collect import sampling_key
 from rlhf.training.online import train
 from rlhf.training.overlap import CompletionPrefetcher, sample_and_score_in_parts
+from rlhf.training.session import TrainState
 from rlhf.types import Completions, Prompts, Scores
 
 PATIENCE_S = 60.0
@@ -153,6 +154,29 @@ def test_a_slow_sampler_changes_nothing() -> None:
         ahead.take(step)
         policy[0] = step
     assert drawn == {1: 0, 2: 0, 3: 0, 4: 0, 5: 1}
+
+
+def test_nothing_more_is_begun_after_a_draw_that_failed() -> None:
+    """Each would wait for a server as long as the first, while the checkpoint waits for them."""
+    begun: list[int] = []
+    has_failed = threading.Event()
+
+    def draw(step: int) -> Completions:
+        begun.append(step)
+        if step == 2:
+            raise SamplingError("no server answers")
+        if step == 3:
+            has_failed.wait(PATIENCE_S)
+        return ragged()
+
+    ahead = CompletionPrefetcher(draw, lambda: None, last_step=9, behind=3, keep=lambda: lambda: None)
+    ahead.take(1)
+    with pytest.raises(SamplingError, match="no server"):
+        ahead.take(2)
+    has_failed.set()
+    saved = ahead.saved(TrainState(step=1)).get("drawn", [])
+    assert [drawn["step"] for drawn in saved] in ([], [3])
+    assert 4 not in begun
 
 
 def test_a_policy_that_stands_still_is_never_behind(tmp_path: Path) -> None:

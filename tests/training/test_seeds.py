@@ -71,15 +71,20 @@ def test_each_changes_the_run_and_a_resumed_run_is_the_run(
 
 def test_scores_are_on_the_scale_of_all_scores_so_far(tmp_path: Path) -> None:
     run = online(tree_of(tmp_path, NORMALIZED))
-    first, second = sample_and_score(run, 1), sample_and_score(run, 2)
+    first = sample_and_score(run, 1)
     assert first is not None
+    assert first.score_moments is not None
+    assert not run.session.state.score_moments, "a step that does not end is not counted"
+    run.session.state.score_moments = first.score_moments
+    second = sample_and_score(run, 2)
     assert second is not None
+    assert second.score_moments is not None
     raw = [collected.scores.parts[REWARD] for collected in (first, second)]
     assert first.scores.values.mean().item() == pytest.approx(0.0, abs=1e-6)
     both = torch.cat(raw)
     expected = (raw[1] - both.mean()) / both.std(correction=0)
     assert torch.allclose(second.scores.values, expected, atol=1e-5)
-    assert Moments(**run.session.state.score_moments).count == len(both)
+    assert Moments(**second.score_moments).count == len(both)
     run.session.recorder.close()
 
 
@@ -88,7 +93,8 @@ def test_a_greedy_baseline_is_on_the_same_scale(tmp_path: Path) -> None:
     run = online(tree_of(tmp_path, one, NORMALIZED))
     collected = sample_and_score(run, 1)
     assert collected is not None
-    moments = Moments(**run.session.state.score_moments)
+    assert collected.score_moments is not None
+    moments = Moments(**collected.score_moments)
     greedy = collected.baselines * moments.std + moments.mean
     assert collected.metrics["score/greedy"] == pytest.approx(greedy.mean().item(), abs=1e-6)
     run.session.recorder.close()
