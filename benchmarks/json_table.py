@@ -1,7 +1,8 @@
 """Tabulate the comparison on strict JSON: how many answers parse, and how many meet every constraint.
 
     rlhf compare configs/real/compare_json.yaml
-    python benchmarks/json_table.py runs/compare-json [--json benchmarks/results/compare_json.json]
+    python benchmarks/json_table.py runs/compare-json [--json benchmarks/results/compare_json.json] \\
+        [--chart docs/images/compare_json.svg]
 
 Per arm and seed: the share of held-out prompts whose answer parses, is right, and is right and nothing else (with
 Wilson's 95 % intervals), the KL to the start, the answers' length, and the cost. Writes JSON and prints the rows of a
@@ -15,6 +16,8 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+import matplotlib.pyplot as plt
 
 from rlhf.suites.questions import share_estimate
 
@@ -52,11 +55,43 @@ def percent(share: dict[str, float]) -> str:
     return f"{100 * share['value']:.0f} [{100 * share['low']:.0f}, {100 * share['high']:.0f}]"
 
 
+NAMES = {
+    "start": "the start",
+    "ppo": "PPO",
+    "grpo": "GRPO",
+    "sft": "SFT",
+    "rloo": "RLOO",
+    "online_dpo": "online DPO",
+    "rejection_sampling": "rejection sampling",
+    "best_of_n": "best of 8",
+}
+
+
+def draw(arms: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draw the share of answers that meet everything against the KL to the start, one point per arm and seed."""
+    plt.rcParams["svg.hashsalt"] = "compare_json"
+    figure, axes = plt.subplots(figsize=(6.0, 3.2), layout="constrained")
+    for name, seeds in arms.items():
+        for place, cell in enumerate(seeds.values()):
+            value, low, high = (100 * cell["full"][key] for key in ("value", "low", "high"))
+            kl = cell["kl"] or 0.0
+            axes.errorbar(kl, value, yerr=[[value - low], [high - value]], fmt="o", capsize=3, color="#2a5db0")
+            if place == 0:
+                axes.annotate(NAMES[name], (kl, value), xytext=(6, 3), textcoords="offset points", fontsize=9)
+    axes.set_xlim(left=-0.3)
+    axes.set_ylim(-3, 103)
+    axes.set_xlabel("KL to the start, nats per completion")
+    axes.set_ylabel("answers that meet everything, %")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+
+
 def main() -> None:
     """Print the table, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--chart", type=Path)
     args = parser.parse_args()
     arms = read_comparison(args.folder)
     lines = ["| | parses, % | right, % | and nothing else, % | KL, nats | tokens |", "|---|---|---|---|---|---|"]
@@ -66,6 +101,8 @@ def main() -> None:
             kl = "" if cell["kl"] is None else f"{cell['kl']:.1f}"
             lines.append(f"| {name}, seed {seed} | {shares} | {kl} | {cell['length']:.0f} |")
     sys.stdout.write("\n".join(lines) + "\n")
+    if args.chart is not None:
+        draw(arms, args.chart)
     if args.json is not None:
         args.json.write_text(json.dumps(arms, indent=1) + "\n", encoding="utf-8")
 

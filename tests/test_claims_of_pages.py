@@ -53,12 +53,12 @@ def wrong(shown: list[str], values: list[float]) -> list[str]:
     return [f"{number}, measured {value:.5g}" for number, value in pairs if not is_rounded(number, value)]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/experiments/smollm2.md"])
+@pytest.mark.parametrize("name", ["docs/results.md", "docs/experiments/smollm2.md"])
 def test_the_comparison_on_smollm2(name: str) -> None:
     arms, seen = read(SEEDS)["arms"], set()
     for row in rows(page(name)):
         arm = NAMES.get(row[0])
-        if arm is None or arm in seen or row[1].startswith("."):  # of another experiment
+        if arm is None or arm in seen or row[1][0] not in "+−":  # of another experiment
             continue
         seen.add(arm)
         gain = numbers(row[1].replace("[95 %]", ""))
@@ -67,14 +67,57 @@ def test_the_comparison_on_smollm2(name: str) -> None:
     assert seen == set(NAMES.values())
 
 
-def test_the_seeds_that_the_readme_names() -> None:
+def test_the_seeds_that_the_page_of_results_names() -> None:
     grpo = read(SEEDS)["arms"]["grpo"]["by_seed"]
-    named = re.search(r"GRPO's seeds gained (\S+) and (\S+)\.", page("README.md"))
+    named = re.search(r"GRPO's two seeds disagree \((\S+) and (\S+)\)", page("docs/results.md"))
     assert named is not None
     assert wrong([n for text in named.groups() for n in numbers(text)], [gain[0] for gain in grpo]) == []
-    start = re.search(r"of ([\d.]+) % \[([\d.]+), ([\d.]+)\]", page("README.md"))
+    start = re.search(r"start model \(([\d.]+) \[([\d.]+), ([\d.]+)\]", page("docs/experiments/smollm2.md"))
     assert start is not None
     assert wrong(list(start.groups()), read(SEEDS)["start"]) == []
+
+
+JSON_ARMS = {
+    "the start": "start",
+    "PPO": "ppo",
+    "GRPO": "grpo",
+    "SFT on a program's answers": "sft",
+    "best of 8": "best_of_n",
+}
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/experiments/json.md"])
+def test_the_comparison_on_json(name: str) -> None:
+    results, seen = read("compare_json.json"), set()
+    for row in rows(page(name)):
+        label, _, seed = row[0].partition(", seed ")
+        if label not in JSON_ARMS or not re.fullmatch(r"\d+ \[\d+, \d+\]", row[1]):
+            continue
+        cells = results[JSON_ARMS[label]]
+        cell = cells[seed or min(cells)]
+        assert seed or len(cells) == 1, "the seed is not named"
+        full = [100 * cell["full"][key] for key in ("value", "low", "high")]
+        assert wrong(numbers(row[1]), full) == [], row
+        assert wrong(numbers(row[2]), [100 * cell["parses"]["value"]]) == [], row
+        assert wrong(numbers(row[3]), [cell["kl"]]) == [], row
+        seen |= {(JSON_ARMS[label], seed or min(cells))}
+    assert seen == {(arm, seed) for arm, cells in results.items() for seed in cells}
+
+
+def test_the_public_run_on_json() -> None:
+    measured = read("public_json_run.json")
+    told = re.search(
+        r"reports that (\d+) % of (\d+) answers parse before training, and (\d+) % after\.[^.]*\n?[^.]*"
+        r"in (\d+) % before and (\d+) % after",
+        page("docs/experiments/json.md"),
+    )
+    assert told is not None
+    parses, rows_of, after, before_all, after_all = map(int, told.groups())
+    assert rows_of == measured["before"]["rows"]
+    shares = [
+        measured[when][what] for what in ("parses, as published", "everything that is checked") for when in measured
+    ]
+    assert [parses, after, before_all, after_all] == [round(100 * share) for share in shares]
 
 
 DETOX = {
