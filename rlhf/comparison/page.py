@@ -20,6 +20,7 @@ from rlhf.comparison.summary import (
     cost_table,
     end_table,
     equal_kl_table,
+    few_prompts_note,
     notes,
     parallel_note,
     ranking,
@@ -62,6 +63,8 @@ def write_compare_page(
         cells: what each cell's folder contains.
     """
     configs = {name: plan.of(name)[0].config.train for name, arm in results.arms.items() if arm.type == "train"}
+    caveats = [*notes(results), *tuning_notes(results), *parallel_note(plan.config.jobs), *_rounded(cells)]
+    caveats += few_prompts_note({name: config.eval.prompts for name, config in configs.items()}, results.prompts)
     return write_page(
         plan.folder / REPORT,
         "compare.html.j2",
@@ -69,7 +72,7 @@ def write_compare_page(
         title=results.name,
         facts=_facts(results),
         verdict=verdict(results),
-        notes=[*notes(results), *tuning_notes(results), *parallel_note(plan.config.jobs), *_rounded(cells)],
+        notes=caveats,
         tuning=tuning_table(results),
         tuning_in_words=tuning_in_words(results),
         trials=trial_tables(results),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.comparison.costs import COSTS_TABLE, UNITS
@@ -174,6 +174,18 @@ def parallel_note(jobs: int) -> list[str]:
     """Return a note that seconds are not comparable, if several cells ran at once."""
     text = f"{jobs} cells ran at once on shares of one machine: their seconds are no measure of a cell alone."
     return [text] if jobs > 1 else []
+
+
+def few_prompts_note(limits: Mapping[str, int | None], prompts: int) -> list[str]:
+    """Return a note that curves are of fewer prompts than the final figures; `limits` are eval.prompts of the arms."""
+    fewer = {limit for limit in limits.values() if limit is not None and limit < prompts}
+    if not fewer:
+        return []
+    count = " or ".join(str(limit) for limit in sorted(fewer))
+    return [
+        f"During training {count} of the {prompts} held-out prompts were evaluated (eval.prompts): learning curves and "
+        "the table at equal KL are of these, the table at the end is of all."
+    ]
 
 
 def end_table(results: ComparisonResults) -> Table:

@@ -14,7 +14,7 @@ from rlhf.comparison.aggregate import comparable, read_cells, summarize
 from rlhf.comparison.page import comparison_charts
 from rlhf.comparison.plan import Plan, ensure_owner
 from rlhf.comparison.results import ComparisonResults, SeedResult
-from rlhf.comparison.summary import end_table, format_gain, notes, verdict
+from rlhf.comparison.summary import end_table, few_prompts_note, format_gain, notes, verdict
 from rlhf.comparison.trial import Judgment
 from rlhf.config.compare import START_FOLDER
 from rlhf.evaluation.win_rate import Interval
@@ -150,3 +150,9 @@ def test_a_seed_without_its_start_model_is_unfinished_and_the_others_are_reporte
     for arm in results.arms.values():
         assert [seed.status for seed in arm.seeds] == ["done", "unfinished"]
     assert any(note.startswith("Not finished: ppo, seed 1;") for note in notes(results))
+
+
+def test_curves_of_fewer_prompts_than_the_judge_reads_are_told() -> None:
+    assert few_prompts_note({"ppo": None, "grpo": 200}, 200) == []
+    (note,) = few_prompts_note({"ppo": 16, "grpo": None, "dpo": 32}, 200)
+    assert note.startswith("During training 16 or 32 of the 200 held-out prompts were evaluated")
