@@ -68,9 +68,10 @@ def test_a_folder_of_another_model_is_refused_and_nothing_is_sampled_after(model
 
 def test_a_broken_request_gets_an_answer(model: Path) -> None:
     """A connection that breaks would look like a dead server, which the trainer waits for."""
+    broken: list[dict[str, Any]] = [{"rlhf": {"width": None}}, {"rlhf": {"rows": [0, 1, 2]}}, {"stop_token_ids": 5}]
     with listening(service_of(model)) as url:
         http = JsonHttp(url, timeout_s=5.0)
-        for wrong in ({"rlhf": {"width": None}}, {"rlhf": {"rows": [0, 1, 2]}}, {"stop_token_ids": 5}):
+        for wrong in broken:
             with pytest.raises(ServerRefused, match=r"HTTP [45]00"):
                 http.post("/v1/completions", {"prompt": [[4], [5]], "max_tokens": 2, **wrong})
 

@@ -468,19 +468,21 @@ def test_a_run_whose_teacher_does_not_answer_is_saved_and_continues(tmp_path: Pa
         tree = sft_with_teacher(tmp_path, **changes)
         del tree["data"]["eval_sft"]
     tree["teacher"] = {"type": "absent"}
-    to_its_end = trained if kind == "online" else trained_offline
+    is_online = kind == "online"
+    to_its_end: Any = trained if is_online else trained_offline
     AbsentTeacher.answers = 1000
     whole = to_its_end(merge(tree, {"run": {"out_dir": str(tmp_path / "whole")}}))
     AbsentTeacher.answers = (1000 - AbsentTeacher.answers) // 4 * 2
-    run: Any = online(tree) if kind == "online" else offline(tree)
+    run: Any = online(tree) if is_online else offline(tree)
+    go_on: Any = train if is_online else train_offline
     with pytest.raises(RewardError, match=r"no answer\. The run is saved at step 2: .* continue"):
-        train(run) if kind == "online" else train_offline(run)
+        go_on(run)
     run.session.recorder.close()
     AbsentTeacher.answers = 1000
     again = to_its_end(tree)
     assert again.session.resumed
     assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    if kind == "online":
+    if is_online:
         assert again.session.state.score_moments == whole.session.state.score_moments
         assert again.session.state.score_moments
 
