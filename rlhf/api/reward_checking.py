@@ -158,6 +158,10 @@ def check_source(
     Raises:
         UserError: as `reward_check`.
     """
+    if settings.source.reads_episodes:
+        raise ConfigError(
+            "the environment rewards episodes, and reward-check has texts alone: play some with rlhf chat --episodes"
+        )
     source = settings.source.for_check()
     source.check()
     rows = _rows(dataset, settings.limit, columns or {})

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from rlhf.environments.load import Adapter, Make
 from rlhf.errors import ConfigError, did_you_mean, install_hint
+
+NUMBER = re.compile(r"-?[0-9]+")
+MOST_DIGITS = 18
 
 
 class GymAdapter(Adapter):
@@ -42,7 +46,8 @@ class TextOnly:
     def __init__(self, environment: Any) -> None:
         """Take the environment."""
         self.environment = environment
-        self.counts = getattr(environment.action_space, "n", None)
+        count, start = getattr(environment.action_space, "n", None), getattr(environment.action_space, "start", 0)
+        self.choices = None if count is None else range(int(start), int(start) + int(count))
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
         """Reset the environment; an observation that is no text is written out."""
@@ -50,14 +55,14 @@ class TextOnly:
         return _as_text(observation), info
 
     def step(self, action: str) -> tuple[Any, Any, Any, Any, Any]:
-        """Take the text, or the number in it; one that is no legal action gets a message and no reward."""
+        """Take the text, or the one number in it; what is no legal action gets a message and no reward."""
         chosen: Any = action
-        if self.counts is not None:
-            digits = "".join(c for c in action if c.isdigit())
-            if not digits or int(digits) >= int(self.counts):
-                message = f"Answer with one whole number from 0 to {int(self.counts) - 1}."
+        if self.choices is not None:
+            numbers = NUMBER.findall(action)
+            if len(numbers) != 1 or len(numbers[0]) > MOST_DIGITS or int(numbers[0]) not in self.choices:
+                message = f"Answer with one whole number from {self.choices[0]} to {self.choices[-1]}."
                 return message, 0.0, False, False, {"malformed": 1.0}
-            chosen = int(digits)
+            chosen = int(numbers[0])
         observation, reward, terminated, truncated, info = self.environment.step(chosen)
         return _as_text(observation), reward, terminated, truncated, info
 

@@ -7,11 +7,12 @@ seed them at reset, and would disturb each other and the run.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import numpy
 
 from rlhf.environments.load import Make
 from rlhf.environments.protocol import (
@@ -132,22 +133,14 @@ def _kept_generators() -> Iterator[None]:
 
 def _seed_generators(seed: int) -> None:
     random.seed(seed)
-    if (numpy := _numpy()) is not None:
-        numpy.random.seed(seed % LARGEST_NUMPY_SEED)
+    numpy.random.seed(seed % LARGEST_NUMPY_SEED)
 
 
 def _save_generators(episode: _Episode) -> None:
     episode.python_state = random.getstate()
-    numpy = _numpy()
-    episode.numpy_state = None if numpy is None else numpy.random.get_state()
+    episode.numpy_state = numpy.random.get_state()
 
 
 def _restore_generators(episode: _Episode) -> None:
     random.setstate(episode.python_state)
-    numpy = _numpy()
-    if numpy is not None and episode.numpy_state is not None:
-        numpy.random.set_state(episode.numpy_state)
-
-
-def _numpy() -> Any:
-    return sys.modules.get("numpy")
+    numpy.random.set_state(episode.numpy_state)

@@ -146,8 +146,9 @@ class _Worker:
     def ask(self, request: Request) -> Answer:
         """Answer a request; a fault ends its episode, and the process too if it hangs or is gone."""
         if isinstance(request, End):
-            known = self._played.pop(request.episode, None)
-            if known is not None and self._process is not None:
+            self._played.pop(request.episode, None)
+            self._lost.pop(request.episode, None)
+            if self._process is not None:  # one that failed is to be closed too
                 self._exchange(request)
             return None
         if self._process is None:

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 from rlhf.environments.protocol import TOOL_CALLS, TOOL_ERRORS, Observation, checked_reset
 
-CALL = re.compile(r"<tool(?:_call)?>\s*(.*?)\s*</tool(?:_call)?>", re.DOTALL)
+CALL = re.compile(r"<tool(?:_call)?>(.*?)</tool(?:_call)?>", re.DOTALL)
 """A call in the plain-text grammar; the form of Qwen's and Hermes' templates has another tag."""
 TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
 GUIDE = "You may call these tools, each by a line"
@@ -85,7 +85,7 @@ def _tool_names(kind: Any) -> list[str]:
 
 def tools_of(instance: Any) -> list[Tool]:
     """Return the public methods of an instance as tools, in the order of their names."""
-    return [tool_of(getattr(instance, name), name) for name in _tool_names(instance)]
+    return [tool_of(getattr(instance, name), name) for name in _tool_names(type(instance))]
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ def read_calls(text: str) -> list[Call | str]:
 
 def _read_call(body: str) -> Call | str:
     try:
-        content = json.loads(body)
-    except ValueError as error:
+        content = json.loads(body.strip())
+    except (ValueError, RecursionError) as error:  # also brackets in brackets without end
         return f"the call is no JSON: {error}"
     if not isinstance(content, Mapping) or not isinstance(content.get("name"), str):
         return 'a call is {"name": ..., "arguments": {...}}'
@@ -122,9 +122,9 @@ def run_call(call: Call | str, tools: Mapping[str, Tool]) -> tuple[str, bool]:
     try:
         inspect.signature(tool.function).bind(**call.arguments)
         result = tool.function(**call.arguments)
+        return result if isinstance(result, str) else json.dumps(result, default=str), True
     except Exception as error:  # the policy's mistake, which it may mend
         return f"error: {type(error).__name__}: {str(error)[:LONGEST_ERROR]}", False
-    return result if isinstance(result, str) else json.dumps(result, default=str), True
 
 
 class ToolEnvironment:

@@ -179,6 +179,7 @@ def normalize_then_sum(
 
         A_k = (r_k - mean_group r_k) / std_group r_k,     A = Σ_k w_k A_k,     Â = (A - mean_batch A) / std_batch A
 
+    where the batch has the completions that any source applies to.
     Liu et al. (2026, arXiv 2601.05242). Where rewards are summed first, as in GRPO, different combinations of them give
     the same advantage, and one of large spread hides the others. Every standard deviation is the population's plus
     1e-4, as in rlhf.algo.advantages.group_normalized. A source contributes 0, the mean of its group, where it does not
@@ -208,8 +209,12 @@ def normalize_then_sum(
     )
     advantages = torch.where(same, 0.0, centered / (std + GROUP_STD_EPS)).flatten(1)
     total = (weights[:, None] * advantages).sum(dim=0)
-    normalized = (total - total.mean()) / (total.std(correction=0) + GROUP_STD_EPS)
-    return torch.where(applies.any(dim=0), normalized, torch.nan)
+    any_applies = applies.any(dim=0)
+    if not bool(any_applies.any()):
+        return torch.full_like(total, torch.nan)
+    batch = total[any_applies]
+    normalized = (total - batch.mean()) / (batch.std(correction=0) + GROUP_STD_EPS)
+    return torch.where(any_applies, normalized, torch.nan)
 
 
 class EnsembleReward:

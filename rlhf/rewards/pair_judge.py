@@ -16,7 +16,7 @@ from rlhf.errors import RewardError
 from rlhf.rewards.chat import ChatConfig, ChatModel, check_readable, fill_template, read_template
 from rlhf.rewards.source import RewardSource, Source, sources_in
 from rlhf.section import Choice, OneOf
-from rlhf.user_code import load_function
+from rlhf.user_code import UserCode, load_function
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -246,7 +246,9 @@ class FunctionPairs(PairwiseJudge):
         function = load_function(self.target, what="pair judge")
 
         def ask(prompts: Sequence[str], first: Sequence[str], second: Sequence[str]) -> list[Verdict | None]:
-            return _read(function(list(prompts), list(first), list(second), **self.kwargs), len(prompts), self.target)
+            with UserCode(f"the pair judge {self.target!r}", f" (called with {len(prompts)} pairs)"):
+                answers = function(list(prompts), list(first), list(second), **self.kwargs)
+            return _read(answers, len(prompts), self.target)
 
         return lambda prompts, first, second: both_orders(ask, prompts, first, second)
 
@@ -345,7 +347,7 @@ def _read(answers: object, count: int, target: str) -> list[Verdict | None]:
     words: Mapping[object, Verdict] = {"A": "A", "B": "B", "tie": "tie"}
     if not isinstance(answers, Sequence) or isinstance(answers, str) or len(answers) != count:
         raise RewardError(f"pairs.judge: {target} should return a list of {count} verdicts, one for each pair")
-    wrong = next((answer for answer in answers if answer not in words), None)
-    if wrong is not None:
-        raise RewardError(f'pairs.judge: {target} returned {wrong!r}; a verdict is "A", "B" or "tie"')
+    wrong = [answer for answer in answers if not isinstance(answer, str) or answer not in words]
+    if wrong:
+        raise RewardError(f'pairs.judge: {target} returned {wrong[0]!r}; a verdict is "A", "B" or "tie"')
     return [words[answer] for answer in answers]

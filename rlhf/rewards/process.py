@@ -179,11 +179,14 @@ class ProcessGrader:
     def _checked(self, grades: Sequence[float], steps: Sequence[str]) -> list[float]:
         import math
 
-        values = [float(value) for value in grades]
+        try:
+            values = [float(value) for value in grades]
+        except (TypeError, ValueError):  # nothing, or no numbers
+            values = []
         if len(values) != len(steps) or not all(map(math.isfinite, values)):
             raise RewardError(
-                f"the process reward returned {values} for {len(steps)} steps (the first: {quoted(steps[0])}): give "
-                "one finite number for each step"
+                f"the process reward returned {quoted(str(grades))} for {len(steps)} steps (the first: "
+                f"{quoted(steps[0])}): give one finite number for each step"
             )
         return values
 
@@ -210,10 +213,10 @@ def find_steps(
     for part in text.split(separator):
         end = start + len(part.rstrip())
         if part.strip():
-            low, high = 1, len(ids)  # the least number of tokens that have all of the step
+            low, high = 1, len(ids)  # the least number of tokens that have all of the step, its last character too
             while low < high:
                 middle = (low + high) // 2
-                low, high = (low, middle) if len(decode(ids[:middle])) >= end else (middle + 1, high)
+                low, high = (low, middle) if decode(ids[:middle])[:end] == text[:end] else (middle + 1, high)
             places.append(low - 1)
             steps.append(part.strip())
         start += len(part) + len(separator)

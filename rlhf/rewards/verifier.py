@@ -100,7 +100,10 @@ class VerifierSource(Source):
 
     def reference(self, row: Mapping[str, Any]) -> str | None:
         """Return the right answer as the row's grader knows it."""
-        grader = self.graders.get(str(row.get(self.column)), self.grader)
+        name = row.get(self.column)
+        grader = self.graders.get(str(name), self.grader)
+        if grader is self.grader and name not in (None, self.grader.type):
+            grader = settingless(name) or grader
         return grader.reference(row)
 
     def for_check(self) -> VerifierSource:
@@ -131,6 +134,14 @@ class VerifierSource(Source):
         if not isinstance(given["name"], str):
             raise ValueError(f"name is a text, not {given['name']!r}")
         return {**outer, "grader": {**settings_of(given["name"]), **inner}}
+
+
+def settingless(name: object) -> Grader | None:
+    """Return the verifier of ours with this name; None if there is none, or it needs settings."""
+    kind = Grader.choices().get(name) if isinstance(name, str) else None
+    if kind is None or any(field.is_required() for field in kind.model_fields.values()):
+        return None
+    return kind.model_validate({"type": name})
 
 
 class VerifierReward:
@@ -206,15 +217,15 @@ class VerifierReward:
         if name == self.source.grader.type and name not in self.source.graders:
             return DEFAULT
         if name not in self.graders:
-            kind = Grader.choices().get(name) if isinstance(name, str) else None
-            if kind is None or any(field.is_required() for field in kind.model_fields.values()):
+            grader = settingless(name)
+            if grader is None:
                 choices = [*self.source.graders, *Grader.choices()]
                 raise RewardError(
                     f"a row's column {self.source.column!r} names the verifier {name!r}, which is not among "
                     f"reward.source.graders{did_you_mean(str(name), choices)}: add it there with its settings"
                 )
-            self.graders[str(name)] = kind.model_validate({"type": name})
-            self.graders[str(name)].check()
+            self.graders[str(name)] = grader
+            grader.check()
         return str(name)
 
     def _named(self, keys: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, list[float]]:

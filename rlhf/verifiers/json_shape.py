@@ -19,7 +19,7 @@ from typing import Any
 KINDS: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: type(value) is str,
     "integer": lambda value: type(value) is int,
-    "number": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "number": lambda value: type(value) is int or (type(value) is float and math.isfinite(value)),
     "boolean": lambda value: type(value) is bool,
     "null": lambda value: value is None,
     "object": lambda value: type(value) is dict,

@@ -37,6 +37,12 @@ def first(prompts, first, second):
 
 def wrong(prompts, first, second):
     return [0.5] * len(prompts)
+
+def undecided(prompts, first, second):
+    return [None] * len(prompts)
+
+def broken(prompts, first, second):
+    return [prompts[9]]
 """
 
 
@@ -135,9 +141,19 @@ def test_completions_of_texts(tokenizer: PreTrainedTokenizerFast) -> None:
     assert rows.completion_ids[1, 1] == tokenizer.eos_token_id
 
 
-def test_a_function_has_to_return_verdicts(judge_file: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    judge = FunctionPairs(target=f"{judge_file}:wrong").build(tokenizer, never)
-    with pytest.raises(RewardError, match=r'returned 0\.5; a verdict is "A", "B" or "tie"'):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wrong", r'returned 0\.5; a verdict is "A", "B" or "tie"'),
+        ("undecided", r'returned None; a verdict is "A", "B" or "tie"'),
+        ("broken", r"the pair judge .*:broken' failed: IndexError.*called with 1 pairs"),
+    ],
+)
+def test_a_function_has_to_return_verdicts(
+    judge_file: Path, tokenizer: PreTrainedTokenizerFast, name: str, message: str
+) -> None:
+    judge = FunctionPairs(target=f"{judge_file}:{name}").build(tokenizer, never)
+    with pytest.raises(RewardError, match=message):
         judge(["p"], ["a"], ["b"])
 
 

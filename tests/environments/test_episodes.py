@@ -13,6 +13,9 @@ import torch
 import word_games
 
 from rlhf.batching import concat
+from rlhf.environments.host import Act, Begin, End
+from rlhf.environments.pool import EnvironmentPool
+from rlhf.environments.protocol import Fault
 from rlhf.errors import RewardError
 from rlhf.experience import compute_advantages
 from rlhf.sampling.episodes import EpisodeSampler
@@ -202,6 +205,28 @@ def test_a_failing_environment_is_counted_and_nothing_else_is_lost(tmp_path: Pat
     scores = run.reward(rows).values
     assert torch.isclose(scores[failed], scores[~failed].mean()).all()
     _close(run)
+
+
+def test_a_worker_closes_a_failed_environment_and_seeds_numpy(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    target = f"{word_games.__file__}:"
+    pool = EnvironmentPool(f"{target}Broken", {"how": "raise", "prompt": "no", "log": str(log)}, workers=1)
+    pool.run([Begin(1, 5, {"prompt": "no"}), Begin(2, 5, {"prompt": "yes"})])
+    failed, answered = pool.run([Act(1, "red"), Act(2, "red")])
+    assert isinstance(failed, Fault)
+    assert not isinstance(answered, Fault)
+    pool.run([End(1), End(2)])
+    pool.stop()
+    assert log.read_text().splitlines() == ["closed", "closed"]
+    begun = [Begin(episode, 7, {}) for episode in range(6)]
+    acts = [Act(episode, "red") for episode in range(6)]
+    answers = []
+    for _ in range(3):
+        pool = EnvironmentPool(f"{target}LateNumpy", {}, workers=1)
+        pool.run(begun)
+        answers += pool.run(acts)
+        pool.stop()
+    assert all(answer == answers[0] for answer in answers)
 
 
 def test_ten_thousand_tokens_are_a_context_overflow(tmp_path: Path) -> None:

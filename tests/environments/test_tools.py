@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.environments.gym import TextOnly
 from rlhf.environments.host import Act, Begin, End, Host
 from rlhf.environments.load import load_environment
 from rlhf.environments.protocol import EnvironmentFault, Fault, StepResult, checked_reset, checked_step
@@ -63,6 +65,23 @@ def test_calls_are_read_from_text() -> None:
     assert read_calls("no call") == []
 
 
+def test_no_text_of_a_policy_stops_the_reading_of_calls() -> None:
+    started = time.perf_counter()
+    assert read_calls("<tool>" + " " * 4000) == []
+    assert time.perf_counter() - started < 1  # minutes, if each division of the white space is tried
+    assert "no JSON" in read_calls(f"<tool>{'[' * 5000}</tool>")[0]  # type: ignore[operator]
+
+
+def test_a_result_that_is_no_json_is_an_error_of_the_tool() -> None:
+    def pairs(a: int) -> dict[tuple[int, int], int]:
+        """Count pairs."""
+        return {(a, a): 1}
+
+    told, _, over, _, info = FunctionTools([pairs]).step('<tool>{"name": "pairs", "arguments": {"a": 3}}</tool>')
+    assert told.startswith("error: TypeError")
+    assert (over, info["tool_errors"]) == (False, 1)
+
+
 def test_the_policys_mistakes_are_told_and_counted() -> None:
     tools = FunctionTools([power], reward=lambda answer, row: float(answer == row["answer"]))
     tools.reset(options={"answer": "9"})
@@ -86,6 +105,29 @@ def test_a_class_in_trls_form() -> None:
     assert environment.step(calculator.call("add", a=3, b=4))[0] == "7"
     assert environment.step(calculator.call("multiply", a=7, b=6))[0] == "42"
     assert environment.step("It is 42.")[1:3] == (1.0, True)
+
+
+class Counter:
+    """Tools with a property that has no value before the reset."""
+
+    def reset(self, start: int) -> None:
+        self.value = start
+
+    @property
+    def is_even(self) -> bool:
+        return self.value % 2 == 0
+
+    def add(self, number: int) -> int:
+        """Add a number."""
+        self.value += number
+        return self.value
+
+
+def test_a_property_of_a_class_of_tools_is_not_read_before_the_reset() -> None:
+    environment = ToolEnvironment(Counter())
+    assert list(environment.tools) == ["add"]
+    environment.reset(options={"start": 3})
+    assert environment.step('<tool>{"name": "add", "arguments": {"number": 4}}</tool>')[0] == "7"
 
 
 def test_guess_the_number() -> None:
@@ -203,6 +245,36 @@ def test_gymnasium() -> None:
     assert (told, reward, over, info) == ("Answer with one whole number from 0 to 3.", 0.0, False, {"malformed": 1.0})
     with pytest.raises(ConfigError, match="FrozenLak"):
         load_environment("gym:FrozenLak-v1", {})
+
+
+class Discrete:
+    """Gymnasium's space of that name."""
+
+    n, start = 3, 1
+
+
+class Chosen:
+    """Shows the action that it got, from 1 to 3."""
+
+    action_space = Discrete()
+
+    def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return str(action), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("3", "3"),
+        ("I take 1.", "1"),
+        *((bad, "") for bad in ("0", "4", "-1", "1 or 2", "1 2", "²")),
+        pytest.param("9" * 5000, "", id="long"),
+    ],
+)
+def test_a_discrete_action_is_the_one_number_of_a_text(text: str, told: str) -> None:
+    observation, _, over, _, info = TextOnly(Chosen()).step(text)
+    assert observation == (told or "Answer with one whole number from 1 to 3.")
+    assert (over, info) == (False, {} if told else {"malformed": 1.0})
 
 
 def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

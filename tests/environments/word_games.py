@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Mapping
@@ -57,6 +58,14 @@ class KilledAt(Colors):
         return super().step(action)
 
 
+class LateNumpy(Colors):
+    """Draws its seed from numpy's global generator, which it imports at the reset."""
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        numpy = importlib.import_module("numpy")
+        return super().reset(seed=int(numpy.random.randint(2)))
+
+
 class Broken(Colors):
     """Fails in its second turn in the way that is asked for, for every `every`th episode (by the row's prompt)."""
 
@@ -68,6 +77,11 @@ class Broken(Colors):
         assert options is not None
         self.fails = options["prompt"] == self.prompt
         return super().reset(seed=seed, options=options)
+
+    def close(self) -> None:
+        if self.log:
+            with open(self.log, "a", encoding="utf-8") as file:
+                file.write("closed\n")
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         result = super().step(action)

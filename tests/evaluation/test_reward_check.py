@@ -139,3 +139,5 @@ def test_from_python() -> None:
         rlhf.reward_check({"type": "rules", "rules": [{"type": "length", "max": 5}]}, [{"prompt": "Hello"}])
     with pytest.raises(ConfigError, match="no verifier 'math:y'"):
         rlhf.reward_check({"type": "verifier", "name": "math:y"}, ROWS)
+    with pytest.raises(ConfigError, match="the environment rewards episodes"):
+        rlhf.reward_check({"type": "environment"}, ROWS)

@@ -79,6 +79,9 @@ def test_gdpo_ignores_rows_that_a_source_does_not_apply_to() -> None:
     assert advantages[0] == pytest.approx(-advantages[1].item())
     assert advantages[2] == 0.0
     assert advantages[3].isnan()
+    # which is no part of the batch over which they are standardized
+    assert advantages[:3].square().mean() == pytest.approx(1, abs=1e-3)
+    assert normalize_then_sum(torch.full((1, 2), NAN), torch.ones(1), 2).isnan().all()
     equal = torch.full((1, 3), 0.1, dtype=torch.float64)
     assert normalize_then_sum(equal, torch.ones(1, dtype=torch.float64), 3).tolist() == [0.0, 0.0, 0.0]
 

@@ -46,6 +46,12 @@ def test_steps_and_their_last_tokens(ids: list[int], places: list[int], steps: l
     assert find_steps(ids, read, "\n\n") == (places, steps)
 
 
+def test_a_character_of_several_tokens_ends_with_the_last_of_them() -> None:
+    """Bytes as tokens: the first of a character decode to a mark as long as the whole."""
+    ids = list("a \U0001f642\n\nb".encode())
+    assert find_steps(ids, lambda some: bytes(some).decode(errors="replace"), "\n\n") == ([5, 8], ["a \U0001f642", "b"])
+
+
 def grader(function: Any, **settings: Any) -> ProcessGrader:
     section = validate(FunctionProcess, {"type": "function", "target": "mine:grade", "separator": " t9", **settings})
     return ProcessGrader(section, function, tokenizer())
@@ -78,8 +84,8 @@ def test_a_function_may_reward_each_token() -> None:
     assert rewards.tolist() == [[0, 2, 4, 6], [0, 2, 0, 0]]
 
 
-@pytest.mark.parametrize("grades", [[1.0], [1.0, float("nan")], []])
-def test_a_step_without_a_grade_is_an_error(grades: list[float]) -> None:
+@pytest.mark.parametrize("grades", [[1.0], [1.0, float("nan")], [], None, [None, 1.0], [[1.0, 2.0], 3.0]])
+def test_a_step_without_a_grade_is_an_error(grades: Any) -> None:
     batch = completions_of([[7]], [[3, 9, 5, EOS]])
     with pytest.raises(RewardError, match=r"for 2 steps .*give one finite number for each step"):
         grader(lambda prompt, steps, row: grades)(replace(batch, references=({},)))

@@ -144,3 +144,10 @@ def test_a_function_that_does_not_take_a_row_is_refused_before_training(tmp_path
     (tmp_path / "mine.py").write_text("def grade(completion): return 1\n")
     with pytest.raises(RewardError, match=r"is called with \(completion, row\).*Write grade\(completion, row\)"):
         source(name=f"{tmp_path / 'mine.py'}:grade").check()
+
+
+def test_the_right_answer_is_that_of_the_rows_own_verifier() -> None:
+    source = validate(VerifierSource, {"type": "verifier", "name": "math"})
+    assert source.reference({"answer": "42"}) == "The answer is \\boxed{42}."
+    assert source.reference({"verifier": "choice", "answer": "B"}) == "The answer is B."
+    assert source.reference({"verifier": "json", "keys": {"a": "integer"}}) == '{"a": 1}'

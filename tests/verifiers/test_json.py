@@ -60,6 +60,11 @@ def test_named_rewards(completion: str, parses: int, keys: int, types: float, ri
     assert total(completion) == pytest.approx(0.2 * sum(expected.values()), abs=1e-12)
 
 
+def test_a_whole_number_of_any_length_is_a_number() -> None:
+    assert total(f'{{"a": {"1" * 400}}}', {"a": "number"}) == pytest.approx(1)
+    assert total('{"a": 1e999}', {"a": "number"}) == pytest.approx(0.6)
+
+
 def test_nested_objects_arrays_of_objects_and_enums() -> None:
     keys = {
         "owner": {"name": "string", "age": "integer"},
