@@ -237,8 +237,10 @@ def _suite_table(results: ComparisonResults, suite: str) -> Table:
     for arm in ranking(results):
         figures = results.arms[arm].suites.get(suite)
         if figures is not None:
-            values = [_suite_value(figures[name], name) for name in names]
-            rows.append([_with_n(results, arm), *values, format_gain(figures[names[0]].gain, percent=True)])
+            # A judge of pairs that has not answered yet leaves opponents without a figure.
+            values = [_suite_value(figures[name], name) if name in figures else None for name in names]
+            gain = figures[names[0]].gain if names[0] in figures else None
+            rows.append([_with_n(results, arm), *values, format_gain(gain, percent=True)])
     columns = ["", *map(humanize, names), f"{humanize(names[0])}, gain in points"]
     return Table(suite, columns, rows)
 

@@ -374,7 +374,7 @@ def summarize_suites(
 
 def _summarize(results: Sequence[SuiteScores], starts: Sequence[SuiteScores | None]) -> dict[str, SuiteFigure]:
     figures = {}
-    for name in results[0].figures:
+    for name in (name for name in results[0].figures if all(name in result.figures for result in results)):
         low, high = _bounds(results, name)
         value = fmean(result.figures[name].value for result in results)
         figures[name] = SuiteFigure(value=value, low=low, high=high, gain=_gain(results, starts, name))

@@ -118,8 +118,9 @@ class PolicyConfig(OptimizerConfig, TrainedWeightsConfig):
     reference, critic and reward model. Results are equal up to rounding."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the exported weights. auto: the dtype that each weight had in the model loaded, or float32 if rounding
-    to that dtype would lose more than 5 % of the change that training made, and the run says so (a GGUF file cannot be
-    compared: float32). Any other value is obeyed, and the run reports the loss. Checkpoints are exact."""
+    to that dtype would lose more than 5 % of the change that training made, and the run says so (a start
+    from a GGUF file or an adapter cannot be compared: float32). Any other value is obeyed, and the run reports the
+    loss. Checkpoints are exact."""
     export: Export = "merged"
     """What a run with adapters exports. merged: the whole model, adapters added to its weights; adapter: the adapter
     alone, which peft loads onto its base; both: the model, and the adapter in the folder adapter beside it."""

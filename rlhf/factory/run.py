@@ -12,7 +12,7 @@ from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.factory.exported import note_export
 from rlhf.factory.offline import build_offline
 from rlhf.factory.online import build_online
-from rlhf.models.folders import MODEL
+from rlhf.models.folders import ADAPTER_FOLDER, MODEL
 from rlhf.tracking.checkpoint import replace_folder
 from rlhf.tracking.exported import read_export
 from rlhf.tracking.run_folder import completed_step
@@ -70,10 +70,13 @@ class TrainingRun:
         return is_complete(self.session)
 
     def _copy(self, model: Path, folder: Path) -> None:
-        """Copy an exported model into the folder, on the main rank, and what is recorded of its weights."""
+        """Copy an exported model into the folder, on the main rank, and what is beside it: adapter and record."""
 
         def copy() -> None:
             shutil.copytree(model, folder, dirs_exist_ok=True)
+            adapter = model.with_name(ADAPTER_FOLDER)
+            if adapter.is_dir():
+                shutil.copytree(adapter, folder.with_name(ADAPTER_FOLDER), dirs_exist_ok=True)
             record = read_export(model)
             if record is not None:
                 record.write(folder.parent)

@@ -44,7 +44,8 @@ class Origin:
     weights: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
     """The tensors of each safetensors file."""
     folder: Path | None = None
-    """The folder of the weights; None for a GGUF file, or where they are not on this machine."""
+    """The folder of the weights that the run started from; None if they are in no such file: of a GGUF file, with an
+    adapter merged into them, or not on this machine."""
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -79,6 +80,7 @@ def read_origin(
         ModelError: the model cannot be found.
     """
     location = locate_model(model)
+    is_changed = location.is_adapter  # the start is the base with this adapter
     while location.is_adapter:
         location = locate_model(base_of_adapter(Path(location.name)))
     tokenizer_files = _tokenizer_files(locate_tokenizer(tokenizer_path), tokenizer)
@@ -96,7 +98,7 @@ def read_origin(
     except (KeyError, ValueError) as error:
         raise ModelError(f"cannot load a model from {model!r}: {folder / CONFIG}: {error}") from error
     weights = read_headers(folder)
-    return Origin(_config_dtype(config), config, files, tokenizer_files, weights, folder)
+    return Origin(_config_dtype(config), config, files, tokenizer_files, weights, None if is_changed else folder)
 
 
 def _repeated(folder: Path) -> list[str]:

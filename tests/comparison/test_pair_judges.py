@@ -14,11 +14,11 @@ from chat_server import serving
 from runs import make_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rlhf.api.comparing import check_arms
+from rlhf.api.comparing import check_arms, rebuild_comparison
 from rlhf.comparison import pairs
-from rlhf.comparison.results import ComparisonResults
+from rlhf.comparison.results import ComparisonResults, SuiteFigure
 from rlhf.comparison.summary import suite_tables
-from rlhf.comparison.trial import Judgment
+from rlhf.comparison.trial import Judgment, SuiteScores, summarize_suites
 from rlhf.config.compare import PairsConfig
 from rlhf.errors import ConfigError, RewardError
 from rlhf.rewards.pair_judge import FunctionPairs, ScoredPairs, Verdict, both_orders, completions_of
@@ -196,3 +196,22 @@ def test_a_comparison_with_a_judge_of_pairs(tmp_path: Path, judge_file: Path) ->
     changed = {**tree, "pairs": {**tree["pairs"], "limit": 1}}
     assert compared(changed)
     assert {path: path.stat().st_mtime_ns for path in files} != files
+    file = folder / "grpo" / "seed-0" / "evals" / "pairs.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    del content["figures"]["over_start"]
+    file.write_text(json.dumps(content), encoding="utf-8")  # as the judge leaves it that stops answering
+    rebuilt, _ = rebuild_comparison(str(folder))
+    table = next(table for table in suite_tables(rebuilt) if table.title == "pairs")
+    row = next(row for row in table.rows if row[0] == "grpo")
+    assert (row[1], row[-1]) == (None, "–")
+    assert row[2] is not None
+
+
+def test_a_figure_that_not_every_seed_has_is_left_out() -> None:
+    """As if the judge had answered about another opponent for the first seed only."""
+    figure = SuiteFigure(value=0.5, low=None, high=None)
+    seeds = [
+        {"pairs": SuiteScores(dict.fromkeys(names, figure), {})}
+        for names in (("over_start", "over_dpo"), ("over_start",))
+    ]
+    assert list(summarize_suites(seeds, seeds)["pairs"]) == ["over_start"]

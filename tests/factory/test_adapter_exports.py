@@ -159,6 +159,14 @@ def test_each_export_has_what_it_says_and_its_tokenizer(export: str, tmp_path: P
         assert AutoTokenizer.from_pretrained(run / "model").encode("red good") == [6, 4]
 
 
+def test_the_best_checkpoint_brings_its_adapter(tmp_path: Path) -> None:
+    tree = tree_of("dpo", tmp_path, export="both")
+    trained(tree | {"checkpoint": {"best": {}}, "eval": {"every": 1}})
+    best = next((tmp_path / "run" / "best").glob("step-*"))
+    kept, exported = (place / "adapter" / "adapter_model.safetensors" for place in (best, tmp_path / "run"))
+    assert exported.read_bytes() == kept.read_bytes()
+
+
 @pytest.mark.parametrize("weights", ["auto", "nf4"])
 @pytest.mark.parametrize("preset", ["sft", "dpo", "grpo", "ppo"])
 def test_a_gemma_3_trains_adapters(preset: str, weights: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -233,8 +234,24 @@ def test_an_untrained_adapter_merges_to_its_base(tmp_path: Path) -> None:
 def test_the_origin_of_an_adapter_is_its_base(tmp_path: Path) -> None:
     source = publish(TIED, tmp_path / "in")
     add_lora(load_causal_lm(str(source)), LoraConfig(r=2)).save_pretrained(tmp_path / "adapter")
-    assert origin_of(tmp_path / "adapter") == origin_of(source)
+    assert origin_of(tmp_path / "adapter") == replace(origin_of(source), folder=None)
     assert load_tokenizer(str(tmp_path / "adapter")).get_vocab() == published_tokenizer().get_vocab()
+
+
+def test_what_a_run_changes_that_starts_from_an_adapter_is_not_measured_from_the_base(tmp_path: Path) -> None:
+    """The adapter changed the base much, the run changed the two together little: bfloat16 would lose all of that."""
+    source = publish(TIED, tmp_path / "in")
+    adapted = add_lora(load_causal_lm(str(source)), LoraConfig(r=2))
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    adapted.save_pretrained(tmp_path / "adapter")
+    model = nudged(tmp_path / "adapter", 1 + 2**-12)
+    origin, tokenizer = origin_of(tmp_path / "adapter"), load_tokenizer(str(source))
+    exported = export_model(model, tokenizer, tmp_path / "out", origin=origin)
+    assert (exported.dtype, exported.lost) == (torch.float32, 0.0)
+    assert (exported.avoided, exported.avoided_loss) == (torch.bfloat16, None)
 
 
 def test_an_export_does_not_need_its_source_any_more(tmp_path: Path) -> None:

@@ -55,6 +55,16 @@ def test_it_has_the_numbers_of_a_model_that_is_loaded_whole(kind: str, family: s
     assert (tied[0] is tied[1]) == bool(whole.config.get_text_config().tie_word_embeddings)
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", *KINDS])
+def test_the_scale_of_embeddings_is_not_rounded_with_the_files(kind: str, tmp_path: Path) -> None:
+    """A Gemma 3 multiplies its embeddings by √d, which transformers keeps in the dtype that it loads the model in."""
+    path = saved(tiny("gemma3_text", dtype=torch.float32, hidden_size=24).to(torch.bfloat16), tmp_path)
+    root = freeze(load_causal_lm(path)).get_input_embeddings().embed_scale
+    assert root != root.bfloat16()
+    kept = store_weights(freeze(load_causal_lm(path, kept=kind)), kind).get_input_embeddings().embed_scale
+    assert (kept.dtype, kept.item()) == (torch.float32, root.item())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_layer_at_a_time_is_there_unquantized(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder_of("llama", tmp_path)
