@@ -19,7 +19,7 @@ from rlhf.batching import to_device
 from rlhf.config.reward import CalibrationConfig, RewardModelLoss
 from rlhf.data.datasets import RowSet
 from rlhf.errors import RewardError
-from rlhf.models.backbone import autocast
+from rlhf.models.backbone import autocast, evaluation_mode
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
 from rlhf.types import PreferencePairs
 
@@ -80,16 +80,13 @@ def score_rows(
     (train or eval) afterwards.
     """
     device = model.head.weight.device
-    was_training = model.training
-    model.eval()
     lengths = prompt_mask.sum(dim=1) + completion_mask.sum(dim=1)
     order = torch.argsort(lengths, descending=True, stable=True)
     parts: list[Tensor] = []
     rows = (prompt_ids, prompt_mask, completion_ids, completion_mask)
-    with autocast(dtype, device):
+    with evaluation_mode(model), autocast(dtype, device):
         for part in torch.split(order, micro_batch_size):
             parts.append(score(model, *(tensor[part] for tensor in rows), scorer=scorer))
-    model.train(was_training)
     in_order = torch.cat(parts).cpu()
     return torch.empty_like(in_order).index_copy_(0, order, in_order)
 

@@ -20,9 +20,10 @@ import json
 import re
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BufferedIOBase
 from itertools import islice
 from pathlib import Path
@@ -370,68 +371,40 @@ def _open_bytes(path: Path) -> BufferedIOBase:
     return gzip.GzipFile(path) if path.name.lower().endswith(".gz") else path.open("rb")
 
 
-class ParquetReader:
-    """Reads rows of a Parquet file; memory holds the rows of one read and what Arrow buffers of a row group."""
+class TableReader:
+    """Reads rows of a table from a number on; memory holds the rows of one read and what the table buffers."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._rows: Iterator[Mapping[str, object]] | None = None
+    def __init__(self, name: str, rows_from: Callable[[int], Iterator[Mapping[str, object]]]) -> None:
+        self.name, self.rows_from = name, rows_from
+        self._rows: Iterator[Mapping[str, object]] = iter(())
         self._offset = -1
 
     def read(self, offset: int, number: int, count: int, skips: RowCounts) -> tuple[list[Row], int, int]:
         """Read `count` rows."""
         del skips  # every row of a table is one
-        if self._rows is None or self._offset != offset:
-            self._rows, self._offset = self._from(offset), offset
+        if self._offset != offset:
+            self._rows, self._offset = self.rows_from(offset), offset
         values = list(islice(self._rows, count))
-        self._offset += len(values)
-        rows = [Row(arrow_row(row), str(self.path), number + i) for i, row in enumerate(values, start=1)]
-        return rows, self._offset, number + len(values)
-
-    def _from(self, offset: int) -> Iterator[Mapping[str, object]]:
-        """Yield the rows from a number on; row groups before it are not read."""
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(self.path, pre_buffer=False) as file:
-            first, skipped = 0, 0
-            while first < file.num_row_groups and skipped + file.metadata.row_group(first).num_rows <= offset:
-                skipped += file.metadata.row_group(first).num_rows
-                first += 1
-            groups = list(range(first, file.num_row_groups))
-            drop = offset - skipped
-            for batch in file.iter_batches(batch_size=256, row_groups=groups, use_threads=False):
-                rows = batch.to_pylist()
-                yield from rows[drop:]
-                drop = max(0, drop - len(rows))
-
-
-class DatasetRows(Protocol):
-    """A data set of `datasets`, memory-mapped or streamed."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the rows, each a dict of its columns."""
-
-    def skip(self, n: int) -> DatasetRows:
-        """Return the rows after the first `n`."""
-
-
-class DatasetsReader:
-    """Reads rows of a folder of save_to_disk (memory-mapped) or of a data set of the hub (downloaded as it is read)."""
-
-    def __init__(self, rows: DatasetRows, name: str) -> None:
-        self.rows, self.name = rows, name
-        self._iterator: Iterator[Mapping[str, object]] | None = None
-        self._offset = -1
-
-    def read(self, offset: int, number: int, count: int, skips: RowCounts) -> tuple[list[Row], int, int]:
-        """Read `count` rows."""
-        del skips  # every row of a table is one
-        if self._iterator is None or self._offset != offset:
-            self._iterator, self._offset = iter(self.rows.skip(offset)), offset
-        values = list(islice(self._iterator, count))
         self._offset += len(values)
         rows = [Row(arrow_row(row), self.name, number + i) for i, row in enumerate(values, start=1)]
         return rows, self._offset, number + len(values)
+
+
+def parquet_rows(path: Path, offset: int) -> Iterator[Mapping[str, object]]:
+    """Yield the rows of a Parquet file from a number on; row groups before it are not read."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+        first, skipped = 0, 0
+        while first < file.num_row_groups and skipped + file.metadata.row_group(first).num_rows <= offset:
+            skipped += file.metadata.row_group(first).num_rows
+            first += 1
+        groups = list(range(first, file.num_row_groups))
+        drop = offset - skipped
+        for batch in file.iter_batches(batch_size=256, row_groups=groups, use_threads=False):
+            rows = batch.to_pylist()
+            yield from rows[drop:]
+            drop = max(0, drop - len(rows))
 
 
 class LazyDataset:
@@ -494,9 +467,11 @@ class LazyDataset:
 
     def _new_reader(self, file: int) -> Reader:
         name, source = self.files[file]
-        if not isinstance(source, Path):
-            return DatasetsReader(source, name)
-        return JsonlReader(source) if file_format(source) == "jsonl" else ParquetReader(source)
+        if not isinstance(source, Path):  # of `datasets`: memory-mapped, or downloaded as it is read
+            return TableReader(name, lambda offset: iter(source.skip(offset)))
+        if file_format(source) == "jsonl":
+            return JsonlReader(source)
+        return TableReader(name, partial(parquet_rows, source))
 
     def _check_columns(self, file: int) -> None:
         if self.config.columns and file not in self._checked:

@@ -49,9 +49,7 @@ def win_rate(a: Float[Tensor, " N"], b: Float[Tensor, " N"], *, seed: int = 0) -
     return bootstrap(outcomes(a, b), seed=seed)
 
 
-def length_controlled_win_rate(
-    wins: Float[Tensor, "S P"], longer: Float[Tensor, "S P"], *, seed: int = 0
-) -> LengthControlled:
+def length_controlled_win_rate(wins: Float[Tensor, "S P"], longer: Float[Tensor, "S P"]) -> LengthControlled:
     """Estimate the win rate A would have if its completions were as long as B's (Dubois et al. 2024, sec. 3).
 
         P(win) = sigmoid(theta + phi * tanh(longer / std(longer))),   result = sigmoid(theta)
@@ -64,14 +62,13 @@ def length_controlled_win_rate(
     Args:
         wins: 1, 0.5 or 0 for A; seeds by prompts, resampled as in `bootstrap_crossed`.
         longer: length of A's completion minus that of B's, in any one unit.
-        seed: of the bootstrap.
     """
     wins, longer = wins.double(), longer.double()
     scale = longer.std(correction=0)
     # A constant difference has no scale: tanh(c / 0) is the sign of c.
     features = torch.tanh(longer / scale) if scale > 0 else longer.sign()
     cells, index = torch.stack([features.flatten(), wins.flatten()]).unique(dim=1, return_inverse=True)
-    rows, columns = _crossed_draws(*wins.shape, seed=seed)
+    rows, columns = _crossed_draws(*wins.shape)
     by_seed, by_prompt = _counts(rows, len(wins)), _counts(columns, wins.shape[1])
     weights = torch.zeros(RESAMPLES, cells.shape[1], dtype=torch.float64)
     for row, cell_index in enumerate(index.view(wins.shape)):
@@ -138,7 +135,7 @@ def bootstrap(values: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
     return Interval(float(values.double().mean()), low, high)
 
 
-def bootstrap_crossed(values: Float[Tensor, "S P"], *, seed: int = 0) -> Interval:
+def bootstrap_crossed(values: Float[Tensor, "S P"]) -> Interval:
     """Compute the mean of `values` [seeds, prompts] and its interval, resampling seeds and prompts independently.
 
     All seeds share the prompts, so the two are crossed: each of the 2,000 resamples draws S seeds and P prompts with
@@ -146,7 +143,7 @@ def bootstrap_crossed(values: Float[Tensor, "S P"], *, seed: int = 0) -> Interva
     with two or three, the variance between seeds is only roughly estimated.
     """
     seeds, prompts = values.shape
-    rows, columns = _crossed_draws(seeds, prompts, seed=seed)
+    rows, columns = _crossed_draws(seeds, prompts)
     values_f64 = values.double()
     # The mean over the drawn cells, from counts: counts_s^T V counts_p / (S P).
     by_seed = _counts(rows, seeds) @ values_f64 / seeds
@@ -155,9 +152,9 @@ def bootstrap_crossed(values: Float[Tensor, "S P"], *, seed: int = 0) -> Interva
     return Interval(float(values_f64.mean()), low, high)
 
 
-def _crossed_draws(seeds: int, prompts: int, *, seed: int) -> tuple[Int[Tensor, "R S"], Int[Tensor, "R P"]]:
+def _crossed_draws(seeds: int, prompts: int) -> tuple[Int[Tensor, "R S"], Int[Tensor, "R P"]]:
     """Draw the indices of the seeds and of the prompts of every resample."""
-    random = generator(seed, "bootstrap")
+    random = generator(0, "bootstrap")
     rows = torch.randint(seeds, (RESAMPLES, seeds), generator=random)
     return rows, torch.randint(prompts, (RESAMPLES, prompts), generator=random)
 

@@ -100,11 +100,11 @@ def enumerate_world(*, prompts: int = 2, vocabulary: int = 3, horizon: int = 3) 
     )
 
 
-def random_table(world: World, seed: int, *, scale: float = 1.0) -> Tensor:
+def random_table(world: World, seed: int) -> Tensor:
     """Return a policy with random logits."""
     generator = torch.Generator().manual_seed(seed)
     shape = (world.prompts, len(world.prefixes), world.vocabulary)
-    return (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).log_softmax(-1)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).log_softmax(-1)
 
 
 def random_scores(world: World, seed: int, *, scale: float = 1.0) -> Tensor:

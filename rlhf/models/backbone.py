@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -308,6 +309,17 @@ def freeze(model: M) -> M:
     model.eval()
     model.requires_grad_(False)
     return model
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Run the body in evaluation mode, then restore the mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def move_to(model: M, device: torch.device) -> M:

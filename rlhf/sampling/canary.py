@@ -11,7 +11,6 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -323,14 +322,3 @@ def _tied_head(model: CausalLM, old: Mapping[str, Tensor]) -> _Mistake | None:
     tensors = pushed_tensors(model).items()
     name = next((name for name, tensor in tensors if tensor.data_ptr() == tied.data_ptr()), "")
     return _OldHead(model, head, old[name]) if name in old else None
-
-
-@contextmanager
-def unchanged_mode(model: nn.Module) -> Iterator[None]:
-    """Run the body in evaluation mode, then restore the mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from rlhf.algo.support import Limits, pack
 from rlhf.batching import concat, extend
 from rlhf.config.sections import SamplingConfig
-from rlhf.models.backbone import CausalLM, autocast
+from rlhf.models.backbone import CausalLM, autocast, evaluation_mode
 from rlhf.models.text_config import text_config
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import uniforms
@@ -94,9 +94,7 @@ class HFSampler:
             greedy,
             limits_of(self.config),
         )
-        was_training = self.model.training
-        self.model.eval()
-        with autocast(self.dtype, self.device):
+        with evaluation_mode(self.model), autocast(self.dtype, self.device):
             output = self.model.generate(  # type: ignore[operator]  # of its GenerationMixin, which its type lacks
                 input_ids=prompts.prompt_ids[:, -start:].to(self.device),
                 attention_mask=prompts.prompt_mask[:, -start:].long().to(self.device),
@@ -111,7 +109,6 @@ class HFSampler:
                 logits_processor=LogitsProcessorList([draw]),
                 synced_gpus=self.engine.samples_in_layers,  # ranks whose rows are complete go on with the others
             )
-        self.model.train(was_training)
         completion_ids = output[:, start:].cpu()
         lengths, finished = self._lengths(completion_ids)
         mask = torch.arange(completion_ids.shape[1]) < lengths[:, None]

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rlhf.errors import ConfigError, SamplingError
-from rlhf.models.backbone import context_length
+from rlhf.models.backbone import context_length, evaluation_mode
 from rlhf.models.text_config import text_config
 from rlhf.sampling.canary import (
     KEY,
@@ -30,7 +30,6 @@ from rlhf.sampling.canary import (
     is_rounding,
     likely_cause,
     misread,
-    unchanged_mode,
 )
 from rlhf.sampling.launched import LaunchedServer
 from rlhf.sampling.push import PushedPolicy, WeightFolders, tensor_digest
@@ -328,7 +327,7 @@ class ServerPool:
             raise SamplingError(
                 f"the sampling server {remote.http.url} refuses the canary's request: {error}"
             ) from error
-        with unchanged_mode(policy.model):
+        with evaluation_mode(policy.model):
             reading = compare(models, self._prompts, answer, forced, scored, pad_id=self.pad_id)
             self._canary = max(self._canary, reading.largest)
             if reading.largest > canary.bound_for(self.dtype) and not self._is_rounding(remote, policy, reading):

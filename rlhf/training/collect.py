@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -172,14 +172,9 @@ def collect(
     if algorithm.refill_rounds > 0 or algorithm.rescue is not None:
         metrics.update({"score/first_draw": Mean.of(reward_of(batch[1]))})
     shares = success_shares(batch[1].values, group_size, solved_above=algorithm.solved_above)
-    rescue = _no_rescue(batch, len(prompts))
-    if algorithm.rescue is not None:
-        if algorithm.rescue.after == 0:
-            rescue = _rescue_failed_groups(prompts, batch, draw, hinted, algorithm.rescue)
-        else:
-            rescue = _hint_due_groups(prompts, batch, draw, hinted, algorithm.rescue, due)
-        batch, unused = rescue.batch, rescue.unused
-        metrics.merge(rescue.metrics)
+    rescue = _rescue(prompts, batch, draw, hinted, algorithm.rescue, due)
+    batch, unused = rescue.batch, rescue.unused
+    metrics.merge(rescue.metrics)
     if algorithm.refill_rounds > 0:  # a rescued group has a failure and a success, so it is not replaced
         batch, replaced_rows, replaced = _refill_uniform_groups(batch, draw, refill, algorithm.refill_rounds)
         unused = unused + replaced_rows
@@ -254,109 +249,103 @@ def under_prompts(completions: Completions, prompts: Prompts) -> Completions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Rescued:
-    """A step's batch after the rescue of its failed groups; see Collected for `hinted`, `failed` and `rescued`."""
+    """A step's batch while groups of it are sampled with hints; see Collected for `hinted` and `failed`."""
 
     batch: Batch
-    unused: list[Completions]  # sampled and replaced, or sampled with a hint in vain
     hinted: Bool[Tensor, " B"]
     failed: Bool[Tensor, " N"]
-    rescued: Bool[Tensor, " N"]
-    hint_tokens: int  # read while sampling with a hint beyond the tokens of the plain prompts
-    metrics: Metrics
+    by_hint: Int[Tensor, " N"]  # the number of the hint that led to a success; 0: none
+    unused: list[Completions] = field(default_factory=list)  # sampled and replaced, or sampled with a hint in vain
+    hint_tokens: int = 0  # read while sampling with a hint beyond the tokens of the plain prompts
+    metrics: Metrics = field(default_factory=Metrics)
+
+    @property
+    def rescued(self) -> Bool[Tensor, " N"]:
+        """Return which groups a hint led to a success."""
+        return self.by_hint > 0
 
 
-def _no_rescue(batch: Batch, prompts: int) -> _Rescued:
-    nothing, none = torch.zeros(len(batch[0]), dtype=torch.bool), torch.zeros(prompts, dtype=torch.bool)
-    return _Rescued(batch=batch, unused=[], hinted=nothing, failed=none, rescued=none, hint_tokens=0, metrics=Metrics())
+def _rescue(
+    prompts: Prompts, batch: Batch, draw: Draw, hinted: Hinted, config: Rescue | None, due: Int[Tensor, " N"] | None
+) -> _Rescued:
+    """Sample some groups with hints; without a configuration, none."""
+    no_group, no_row = torch.zeros(len(prompts), dtype=torch.bool), torch.zeros(len(batch[0]), dtype=torch.bool)
+    rescue = _Rescued(batch=batch, hinted=no_row, failed=no_group, by_hint=torch.zeros_like(no_group, dtype=torch.long))
+    if config is None:
+        return rescue
+    rescue.failed = failed_groups(batch[1].values, batch[0].group_size, solved_above=config.solved_above)
+    if config.after == 0:
+        counts_of_kind = _rescue_failed_groups(prompts, rescue, draw, hinted, config)
+    else:
+        counts_of_kind = _hint_due_groups(prompts, rescue, draw, hinted, config, due)
+    rescue.metrics.update({"rescue/failed": Mean.of(rescue.failed)})
+    by_hint = {f"rescue/by_hint_{n}": float((rescue.by_hint == n).sum()) for n in range(1, len(config.hints) + 1)}
+    for name, value in {**by_hint, "rescue/rescued": float(rescue.rescued.sum()), **counts_of_kind}.items():
+        rescue.metrics.add(name, value)
+    return rescue
 
 
-def _rescue_failed_groups(prompts: Prompts, batch: Batch, draw: Draw, hinted: Hinted, config: Rescue) -> _Rescued:
+def _rescue_failed_groups(
+    prompts: Prompts, rescue: _Rescued, draw: Draw, hinted: Hinted, config: Rescue
+) -> Mapping[str, float]:
     """Sample prompts whose whole group failed with a hint, one hint after another (Guide, Nath et al. 2025).
 
     Where a hint leads to a success, all completions sampled with it take the place of the group's last ones, the
     failures among them too: choosing the successes would bias what the importance weights correct. The first ones stay,
     so a rescued group has both. A group that no hint helps stays as it was sampled first.
     """
-    size = batch[0].group_size
-    per_group = config.hinted_per_group(size)
-    failed = failed_groups(batch[1].values, size, solved_above=config.solved_above)
-    rescued_by = torch.zeros(len(failed), dtype=torch.long)  # the number of the hint; 0: none
-    is_hinted, unused = torch.zeros(len(batch[0]), dtype=torch.bool), list[Completions]()
-    hint_tokens, without_hint = 0, failed.clone()
+    without_hint = rescue.failed.clone()
     for number in range(1, len(config.hints) + 1):
         asked, has_hint = hinted(number)
         without_hint &= ~has_hint
-        groups = (failed & (rescued_by == 0) & has_hint).nonzero().flatten()
-        if len(groups) == 0:
-            continue
-        plain, with_hint = prompts.rows(groups), asked.rows(groups)
-        drawn = draw(plain, "rescue", number, group_size=per_group, asked=with_hint)
-        hint_tokens += per_group * int(with_hint.prompt_mask.sum() - plain.prompt_mask.sum())
-        solved = ~failed_groups(drawn[1].values, per_group, solved_above=config.solved_above)
-        rescued_by[groups[solved]] = number
-        batch, replaced, rows = _replace_last_of_groups(batch, drawn, groups, solved)
-        unused.append(replaced)
-        is_hinted[rows] = True
-    metrics = Metrics({"rescue/failed": Mean.of(failed)})
-    for number in range(1, len(config.hints) + 1):
-        metrics.add(f"rescue/by_hint_{number}", float((rescued_by == number).sum()))
-    metrics.add("rescue/rescued", float((rescued_by > 0).sum()))
-    metrics.add("rescue/without_hint", float(without_hint.sum()))
-    return _Rescued(
-        batch=batch,
-        unused=unused,
-        hinted=is_hinted,
-        failed=failed,
-        rescued=rescued_by > 0,
-        hint_tokens=hint_tokens,
-        metrics=metrics,
-    )
+        groups = (rescue.failed & (rescue.by_hint == 0) & has_hint).nonzero().flatten()
+        _sample_with_hint(rescue, prompts, asked, groups, draw, config, number=number)
+    return {"rescue/without_hint": float(without_hint.sum())}
 
 
 def _hint_due_groups(
-    prompts: Prompts, batch: Batch, draw: Draw, hinted: Hinted, config: Rescue, due: Int[Tensor, " N"] | None
-) -> _Rescued:
+    prompts: Prompts, rescue: _Rescued, draw: Draw, hinted: Hinted, config: Rescue, due: Int[Tensor, " N"] | None
+) -> Mapping[str, float]:
     """Sample a part of the groups that are due with their hint, whatever comes of it.
 
     Who gets a hint, and which rows are replaced, does not depend on what this step draws: a row of the plain prompt and
     a weighted row of the hinted one have the same expectation, so that of the step is the plain one.
     """
-    size = batch[0].group_size
-    per_group = config.hinted_per_group(size)
-    failed = failed_groups(batch[1].values, size, solved_above=config.solved_above)
-    due = torch.zeros(len(failed), dtype=torch.long) if due is None else due
-    given, rescued = torch.zeros_like(due), torch.zeros_like(failed)
-    is_hinted, unused, hint_tokens = torch.zeros(len(batch[0]), dtype=torch.bool), list[Completions](), 0
+    due = torch.zeros_like(rescue.by_hint) if due is None else due
+    without_hint = due > 0
     for number in range(1, len(config.hints) + 1):
         asked, has_hint = hinted(number)
         groups = ((due == number) & has_hint).nonzero().flatten()
-        if len(groups) == 0:
-            continue
-        plain, with_hint = prompts.rows(groups), asked.rows(groups)
-        drawn = draw(plain, "rescue", number, group_size=per_group, asked=with_hint)
-        hint_tokens += per_group * int(with_hint.prompt_mask.sum() - plain.prompt_mask.sum())
-        given[groups] = number
-        rescued[groups] = ~failed_groups(drawn[1].values, per_group, solved_above=config.solved_above)
-        batch, replaced, rows = _replace_last_of_groups(batch, drawn, groups, torch.ones(len(groups), dtype=torch.bool))
-        unused.append(replaced)
-        is_hinted[rows] = True
-    metrics = Metrics({"rescue/failed": Mean.of(failed)})
-    for number in range(1, len(config.hints) + 1):
-        metrics.add(f"rescue/by_hint_{number}", float((rescued & (given == number)).sum()))
-    metrics.add("rescue/rescued", float(rescued.sum()))
-    metrics.add("rescue/due", float((due > 0).sum()))
-    metrics.add("rescue/without_hint", float(((due > 0) & (given == 0)).sum()))
-    return _Rescued(
-        batch=batch,
-        unused=unused,
-        hinted=is_hinted,
-        failed=failed,
-        rescued=rescued,
-        hint_tokens=hint_tokens,
-        metrics=metrics,
-    )
+        without_hint[groups] = False
+        _sample_with_hint(rescue, prompts, asked, groups, draw, config, number=number)
+    return {"rescue/due": float((due > 0).sum()), "rescue/without_hint": float(without_hint.sum())}
+
+
+def _sample_with_hint(
+    rescue: _Rescued,
+    prompts: Prompts,
+    asked: Prompts,
+    groups: Int[Tensor, " D"],
+    draw: Draw,
+    config: Rescue,
+    *,
+    number: int,
+) -> None:
+    """Sample the groups with a hint, which replaces rows of those that it solves, or of all that were due."""
+    if len(groups) == 0:
+        return
+    per_group = config.hinted_per_group(rescue.batch[0].group_size)
+    plain, with_hint = prompts.rows(groups), asked.rows(groups)
+    drawn = draw(plain, "rescue", number, group_size=per_group, asked=with_hint)
+    rescue.hint_tokens += per_group * int(with_hint.prompt_mask.sum() - plain.prompt_mask.sum())
+    solved = ~failed_groups(drawn[1].values, per_group, solved_above=config.solved_above)
+    rescue.by_hint[groups[solved]] = number
+    is_used = solved if config.after == 0 else torch.ones_like(solved)
+    rescue.batch, replaced, rows = _replace_last_of_groups(rescue.batch, drawn, groups, is_used)
+    rescue.unused.append(replaced)
+    rescue.hinted[rows] = True
 
 
 def _replace_last_of_groups(

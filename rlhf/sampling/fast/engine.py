@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from rlhf.batching import extend
 from rlhf.config.sections import SamplingConfig
-from rlhf.models.backbone import CausalLM, autocast
+from rlhf.models.backbone import CausalLM, autocast, evaluation_mode
 from rlhf.models.text_config import text_config
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import uniforms
@@ -334,7 +333,7 @@ class FastSampler:
         length, reason = self.config.max_new_tokens, ""
         for uses in self._candidates():
             try:
-                with _eval_without_grad(self.model), autocast(self.dtype, self.device):
+                with torch.no_grad(), evaluation_mode(self.model), autocast(self.dtype, self.device):
                     decoder = self._decoder(prompts, uses, longest=TOKENS + STEPS)
                     if uses != "model" and not isinstance(decoder, FusedDecoder):
                         raise UnsupportedModel("its rotations change within a few tokens")
@@ -367,7 +366,7 @@ class FastSampler:
         return TrialCache(lanes, width, length, dtype=dtype, device=self.device)
 
     def _sample_rows(self, prompts: Prompts, key: int | None, group_size: int) -> Completions:
-        with _eval_without_grad(self.model), autocast(self.dtype, self.device):
+        with torch.no_grad(), evaluation_mode(self.model), autocast(self.dtype, self.device):
             if self.uses == "recorded" and self._may_copy_prompts(prompts):
                 ids, logprobs = self._replay(prompts, key)
                 ends = torch.tensor(self.eos_ids, dtype=torch.long)
@@ -446,15 +445,3 @@ class FastSampler:
         if uses not in ("lean", "recorded") or not supports_length(self.model, positions):
             return ModelDecoder(self.model)
         return self._fused_decoder(min(self.config.batch_size, len(prompts)), positions)
-
-
-@contextmanager
-def _eval_without_grad(model: CausalLM) -> Iterator[None]:
-    """Run the body in evaluation mode without gradients, then restore the mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
