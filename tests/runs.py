@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import random
+import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,17 @@ def quiet() -> Terminal:
 
 def make_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """A random two-layer Llama and its tokenizer, saved in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files, random_state = model_files(seed, dtype)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    torch.set_rng_state(random_state)
+    return folder
+
+
+@cache
+def model_files(seed: int, dtype: torch.dtype) -> tuple[dict[str, bytes], torch.Tensor]:
+    """What the files of that model contain, and the state of torch's generator after it: a process makes it once."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
@@ -54,9 +67,10 @@ def make_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float3
         initializer_range=0.15,
     )
     torch.manual_seed(seed)
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
-    fast.save_pretrained(folder)
-    return folder
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+        fast.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}, torch.get_rng_state()
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:

@@ -238,22 +238,28 @@ def test_errors_are_caught_by_name() -> None:
     ]
 
 
-def test_the_mathematics_is_light_to_import() -> None:
+@pytest.fixture(scope="module")
+def loaded() -> tuple[set[str], set[str]]:
+    """What is loaded once a process has imported the mathematics, and once it has imported what a run needs too."""
     algo = [name for name in MODULES if inside(name, {"rlhf.algo"})]
-    code = f"import sys; import {', '.join(algo)}; print(*sorted(sys.modules))"
+    show = "print(*sys.modules)"
+    code = f"import sys; import {', '.join(algo)}; {show}; import rlhf.api.training; {show}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    loaded = {name.split(".")[0] for name in done.stdout.split()}
-    assert {"torch", "rlhf"} <= loaded
-    assert loaded & HEAVY == set()
+    mathematics, run = (set(line.split()) for line in done.stdout.splitlines())
+    return mathematics, run
 
 
-def test_a_training_run_imports_no_library_that_it_does_not_use() -> None:
+def test_the_mathematics_is_light_to_import(loaded: tuple[set[str], set[str]]) -> None:
+    names = {name.split(".")[0] for name in loaded[0]}
+    assert {"torch", "rlhf"} <= names
+    assert names & HEAVY == set()
+
+
+def test_a_training_run_imports_no_library_that_it_does_not_use(loaded: tuple[set[str], set[str]]) -> None:
     """They take 100 MB of every process: `datasets` reads Parquet, scikit-learn makes a reward model's card."""
-    code = "import sys; import rlhf.api.training; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) & {"datasets", "pyarrow", "pandas", "sklearn", "scipy.stats", "peft"} == set()
+    assert "rlhf.api.training" in loaded[1]
+    assert loaded[1] & {"datasets", "pyarrow", "pandas", "sklearn", "scipy.stats", "peft"} == set()
 
 
 def test_the_heavy_libraries_exist() -> None:

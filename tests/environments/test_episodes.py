@@ -179,15 +179,26 @@ def _close(run: OnlineRun) -> None:
     run.session.recorder.close()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Completions:
+    """The episodes of an environment in which nothing fails."""
+    settings = tree(tmp_path_factory.mktemp("whole"), "Broken", kwargs={"how": "", "prompt": "no"})
+    run = runs.online(settings)
+    rows = played(run, group_size=1)
+    _close(run)
+    return rows
+
+
 @pytest.mark.parametrize(
     ("how", "workers"),
     [("raise", 0), ("hang", 0), ("nan", 0), ("four", 0), ("raise", 2), ("hang", 2), ("exit", 2)],
 )
-def test_a_failing_environment_is_counted_and_nothing_else_is_lost(tmp_path: Path, how: str, workers: int) -> None:
+def test_a_failing_environment_is_counted_and_nothing_else_is_lost(
+    tmp_path: Path, whole: Completions, how: str, workers: int
+) -> None:
     """Of the mishaps that the environment's host answers itself, one is enough in another process."""
-    good = played(runs.online(tree(tmp_path, "Broken", kwargs={"how": "", "prompt": "no"})), group_size=1)
     limits = {"workers": workers, "step_timeout_s": 3.0 if workers else 0.3}
-    run = runs.online(tree(tmp_path, "Broken", kwargs={"how": how}, **limits), f"run.out_dir={tmp_path / 'b'}")
+    run = runs.online(tree(tmp_path, "Broken", kwargs={"how": how}, **limits))
     notes: list[str] = []
     assert run.episodes is not None
     run.episodes.note = notes.append
@@ -198,9 +209,9 @@ def test_a_failing_environment_is_counted_and_nothing_else_is_lost(tmp_path: Pat
     assert (rows.stops[~failed] != StopReason.ERROR).all()
     assert not rows.action_mask[failed].any()
     others = (~failed).nonzero().flatten()
-    width = min(rows.completion_ids.shape[1], good.completion_ids.shape[1])
-    assert torch.equal(rows.action_mask[others][:, :width], good.action_mask[others][:, :width])
-    assert torch.equal(rows.turn_rewards[others][:, :width], good.turn_rewards[others][:, :width])
+    width = min(rows.completion_ids.shape[1], whole.completion_ids.shape[1])
+    assert torch.equal(rows.action_mask[others][:, :width], whole.action_mask[others][:, :width])
+    assert torch.equal(rows.turn_rewards[others][:, :width], whole.turn_rewards[others][:, :width])
     assert "1 of 16 episodes failed" in notes[0]
     scores = run.reward(rows).values
     assert torch.isclose(scores[failed], scores[~failed].mean()).all()
