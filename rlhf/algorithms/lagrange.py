@@ -17,7 +17,7 @@ from pydantic import model_validator
 
 from rlhf.algorithms.ppo import CRITIC
 from rlhf.algorithms.presets import preset
-from rlhf.section import Facts, Positive, Rule, Section, Value
+from rlhf.section import Facts, NonNegative, Positive, Rule, Section, Value
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -44,7 +44,8 @@ def moves_too_slowly(lagrange: Lagrange, facts: Facts) -> Value | None:
 
 
 class Lagrange(Section):
-    """A limit on the mean cost of the completions, held by a Lagrange multiplier (Safe RLHF, Dai et al. 2023)."""
+    """A limit on the mean cost of the completions, held by a Lagrange multiplier (Safe RLHF, Dai et al. 2023) with a
+    proportional term (Stooke et al. 2020)."""
 
     cost_limit: float = 0.0
     """Maximum mean cost of the completions, in the unit of reward.cost; 0 suits a cost model whose sign separates
@@ -52,7 +53,10 @@ class Lagrange(Section):
     start: Positive = 1.0
     """The multiplier of the first step, in score per cost."""
     lr: Positive = 0.1
-    """After each step ln(multiplier) changes by lr x multiplier x (mean cost - cost_limit)."""
+    """After each step ln(learned multiplier) changes by lr x learned multiplier x (mean cost - cost_limit)."""
+    lookahead: NonNegative = 10.0
+    """Steps by which the multiplier in use is ahead of the learned one, at the violation of the latest step. It damps
+    the swings of the cost, and passes on its noise; 0: none."""
     lowest: Positive = 0.001
     """Smallest multiplier. In log space 0 is never reached, and from a smaller value the way back takes longer."""
     highest: Positive = 20.0
@@ -112,21 +116,36 @@ class Lagrange(Section):
         return (scores - multiplier * costs) / (1.0 + multiplier)
 
     def next_multiplier(self, multiplier: float, *, cost: float) -> float:
-        """Return the multiplier of the next step, by gradient ascent on ln λ within its bounds (Dai et al. 2023).
+        """Return the learned multiplier after a step, by gradient ascent on ln λ within its bounds (Dai et al. 2023).
 
             ln λ <- clip(ln λ + lr · λ · (cost - limit), ln lowest, ln highest)
 
-        λ (cost - limit) is the derivative of λ (E[cost] - limit) with respect to ln λ. A cost of NaN carries no
-        information: the multiplier stays as it is.
+        λ (cost - limit) is the derivative of λ (E[cost] - limit) with respect to ln λ.
 
         Args:
-            multiplier: that of the step in which `cost` was measured.
+            multiplier: the learned one in the step in which `cost` was measured.
             cost: mean cost of the step's completions.
         """
-        if math.isnan(cost):
-            return multiplier
-        moved = math.log(multiplier) + self.lr * multiplier * (cost - self.cost_limit)
-        return math.exp(min(max(moved, math.log(self.lowest)), math.log(self.highest)))
+        return self._bounded(math.log(multiplier) + self.lr * multiplier * (cost - self.cost_limit))
+
+    def in_use(self, multiplier: float, *, violation: float) -> float:
+        """Return the multiplier to train with: the learned one, ahead by `lookahead` steps (Stooke et al. 2020).
+
+            ln λ_used = clip(ln λ + lr · lookahead · λ · violation, ln lowest, ln highest)
+
+        The learned multiplier is an integral of the violation, and the cost about an integral of the multiplier: two
+        integrators in a loop swing for ever. The term proportional to the present violation damps them. In the paper
+        it is added to λ, here to ln λ.
+
+        Args:
+            multiplier: the learned one.
+            violation: mean cost of the latest step, less its limit.
+        """
+        return self._bounded(math.log(multiplier) + self.lr * self.lookahead * multiplier * violation)
+
+    def _bounded(self, log_multiplier: float) -> float:
+        """Return a multiplier from its logarithm, within its bounds."""
+        return math.exp(min(max(log_multiplier, math.log(self.lowest)), math.log(self.highest)))
 
     def is_at_limit(self, multiplier: float) -> bool:
         """Return whether the multiplier is the largest that it may be, up to rounding."""

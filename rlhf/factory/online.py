@@ -279,6 +279,7 @@ def _start_coefficients(algorithm: Online, state: TrainState) -> None:
     state.kl_coef = algorithm.kl.coef
     state.penalty_coef = algorithm.policy_loss.start_coef
     state.multiplier = 0.0 if algorithm.lagrange is None else algorithm.lagrange.start
+    state.violation = 0.0
     state.score_moments = {}
     state.best = None
 
@@ -305,7 +306,7 @@ def _combination(lagrange: Lagrange, state: TrainState) -> Combine:
     """Return what combines score and cost, by the multiplier that the run has at the time of the call."""
 
     def combine(scores: Tensor, costs: Tensor) -> Tensor:
-        return lagrange.combine(scores, costs, state.multiplier)
+        return lagrange.combine(scores, costs, lagrange.in_use(state.multiplier, violation=state.violation))
 
     return combine
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.online_run import OnlineRun, is_warming_up
 
@@ -26,13 +28,18 @@ def update_coefficients(run: OnlineRun, metrics: Metrics, completions: int, step
 
 
 def _update_multiplier(run: OnlineRun, metrics: Metrics, step: int) -> None:
-    """Update the Lagrange multiplier of the cost, but not while the policy may not move: no cost can change then."""
+    """Update the Lagrange multiplier of the cost.
+
+    It stays as it is while the policy may not move, as no cost can change then, and after a step of unknown cost (NaN).
+    """
     lagrange, state = run.algorithm.lagrange, run.session.state
     if lagrange is None:
         return
-    cost = metrics["cost/mean"]
-    metrics.add("lagrange/multiplier", state.multiplier)
-    metrics.add("lagrange/violation", cost - lagrange.cost_limit)
-    metrics.add("lagrange/at_limit", float(lagrange.is_at_limit(state.multiplier)))
-    if not is_warming_up(run, step):
+    cost, multiplier = metrics["cost/mean"], lagrange.in_use(state.multiplier, violation=state.violation)
+    violation = cost - lagrange.cost_limit
+    metrics.add("lagrange/multiplier", multiplier)
+    metrics.add("lagrange/violation", violation)
+    metrics.add("lagrange/at_limit", float(lagrange.is_at_limit(multiplier)))
+    if not (is_warming_up(run, step) or math.isnan(cost)):
         state.multiplier = lagrange.next_multiplier(state.multiplier, cost=cost)
+        state.violation = violation

@@ -161,7 +161,8 @@ class TrainState:
     step: int = 0
     kl_coef: float = 0.0
     penalty_coef: float = 0.0
-    multiplier: float = 0.0  # of algorithm.lagrange
+    multiplier: float = 0.0  # of algorithm.lagrange, learned
+    violation: float = 0.0  # of its limit, in the latest step
     score_moments: dict[str, float] = field(default_factory=dict)  # of reward.shaping.normalize
     completions: int = 0  # sampled since the start
     skipped: int = 0  # optimizer steps skipped because of a NaN or Inf

@@ -55,8 +55,31 @@ def test_a_multiplier_stays_within_its_bounds(multiplier: float, cost: float) ->
     assert (moved - multiplier) * cost >= -1e-9
 
 
-def test_an_unknown_cost_moves_nothing() -> None:
-    assert Lagrange().next_multiplier(1.7, cost=math.nan) == 1.7
+def test_the_multiplier_in_use_is_ahead_by_hand() -> None:
+    """Learned multiplier 2, violation 0.5, 5 steps of lr 0.1 ahead: ln λ is higher by 0.1 · 5 · 2 · 0.5."""
+    lagrange = Lagrange(cost_limit=3.0, lr=0.1, lookahead=5.0)
+    assert lagrange.in_use(2.0, violation=0.5) == pytest.approx(2.0 * math.exp(0.5))
+    assert lagrange.in_use(2.0, violation=-0.1) == pytest.approx(2.0 * math.exp(-0.1))
+    assert lagrange.in_use(2.0, violation=0.0) == pytest.approx(2.0)
+    assert Lagrange(lookahead=0.0).in_use(2.0, violation=0.5) == pytest.approx(2.0)
+    assert lagrange.in_use(2.0, violation=100.0) == pytest.approx(20.0)
+    assert lagrange.in_use(2.0, violation=-100.0) == pytest.approx(0.001)
+
+
+def swing(lookahead: float) -> float:
+    """Return the largest violation in steps 200 to 300 of a cost that falls by 0.1 (ln λ - ln 2) a step."""
+    lagrange = Lagrange(cost_limit=0.0, start=1.0, lr=0.1, lookahead=lookahead)
+    learned, violation, swings = lagrange.start, 0.0, []
+    for _ in range(300):
+        cost = violation - 0.1 * math.log(lagrange.in_use(learned, violation=violation) / 2.0)
+        learned, violation = lagrange.next_multiplier(learned, cost=cost), cost
+        swings.append(abs(cost))
+    return max(swings[200:])
+
+
+def test_a_cost_that_integrates_the_multiplier_swings_without_looking_ahead_only() -> None:
+    assert swing(0.0) > 0.3
+    assert swing(10.0) < 1e-3
 
 
 def test_the_combination_by_hand() -> None:

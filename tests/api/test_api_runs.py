@@ -415,7 +415,7 @@ def test_a_cost_beside_the_reward(model: str, tmp_path: Path) -> None:
         prompts=PROMPTS,
         reward=lambda completions: [float(len(text)) for text in completions],
         costs=goodness,
-        algorithm={"lagrange": {"cost_limit": -1.0}},
+        algorithm={"lagrange": {"cost_limit": -1.0, "lookahead": 0.0}},
         folder=tmp_path / "run",
         quiet=True,
         **SETTINGS,

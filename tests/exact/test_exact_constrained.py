@@ -60,31 +60,50 @@ def test_the_cost_of_the_optimum_falls_with_the_multiplier() -> None:
     assert 0.1 < constrained_multiplier() < 5.0  # neither end of the range
 
 
+def follow_exact_gradients(algorithm: Online, rates: list[float]) -> tuple[Tensor, float, list[float]]:
+    """Train a table by exact gradients with Adam; return it, the learned multiplier and the cost before every step."""
+    lagrange = algorithm.lagrange
+    assert lagrange is not None
+    coefs, multiplier, violation, costs = Coefs(kl=BETA, penalty=0.0), lagrange.start, 0.0, []
+    logits = TABLE.clone().requires_grad_()
+    optimizer = torch.optim.Adam([logits])
+    for rate in rates:
+        optimizer.param_groups[0]["lr"] = rate
+        table = logits.log_softmax(-1)
+        combined = lagrange.combine(SCORES, COSTS, lagrange.in_use(multiplier, violation=violation))
+        problem = ExactProblem(world=WORLD, reference=TABLE, scores=combined)
+        values = problem.exact_values(algorithm, coefs, table) if algorithm.value_loss is not None else None
+        terms = problem.expected_terms(algorithm, coefs, old=table, new=table, values=values)
+        costs.append(expectation(WORLD.sequence_logprobs(table.detach()), COSTS).item())
+        optimizer.zero_grad()
+        terms["policy"].backward()
+        optimizer.step()
+        multiplier, violation = lagrange.next_multiplier(multiplier, cost=costs[-1]), costs[-1] - LIMIT
+    return logits.detach().log_softmax(-1), multiplier, costs
+
+
 @pytest.mark.parametrize("parts", [REINFORCE, PPO], ids=["reinforce", "ppo"])
 @pytest.mark.parametrize("start", [0.3, 8.0])
 def test_exact_gradients_lead_to_the_constrained_optimum(parts: dict[str, Any], start: float) -> None:
     algorithm = Online.model_validate({**PARTS, **parts, "lagrange": {"cost_limit": LIMIT, "lr": 0.1, "start": start}})
-    assert algorithm.lagrange is not None
-    coefs, multiplier, steps = Coefs(kl=BETA, penalty=0.0), start, 500
-    logits = TABLE.clone().requires_grad_()
-    optimizer = torch.optim.Adam([logits], lr=0.2)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 0.2 * (1 - step / steps)
-        table = logits.log_softmax(-1)
-        combined = algorithm.lagrange.combine(SCORES, COSTS, multiplier)
-        problem = ExactProblem(world=WORLD, reference=TABLE, scores=combined)
-        values = problem.exact_values(algorithm, coefs, table) if algorithm.value_loss is not None else None
-        terms = problem.expected_terms(algorithm, coefs, old=table, new=table, values=values)
-        cost = expectation(WORLD.sequence_logprobs(table.detach()), COSTS).item()
-        optimizer.zero_grad()
-        terms["policy"].backward()
-        optimizer.step()
-        multiplier = algorithm.lagrange.next_multiplier(multiplier, cost=cost)
-    reached = WORLD.sequence_logprobs(logits.detach().log_softmax(-1))
+    table, multiplier, _ = follow_exact_gradients(algorithm, [0.2 * (1 - step / 500) for step in range(500)])
+    reached = WORLD.sequence_logprobs(table)
     best = optimum(REFERENCE, Lagrange().combine(SCORES, COSTS, constrained_multiplier()), BETA)
     assert multiplier == pytest.approx(constrained_multiplier(), rel=1e-2)
     assert expectation(reached, COSTS).item() == pytest.approx(LIMIT, abs=1e-3)
     assert kl(reached, best).item() < 1e-4
+
+
+def test_a_multiplier_that_looks_ahead_ends_the_swings_of_the_cost() -> None:
+    """The cost gives up 0.6; at a high rate of the multiplier it swings about its limit by a third of that."""
+    late = {}
+    for lookahead in (0.0, 10.0):
+        lagrange = {"cost_limit": LIMIT, "lr": 0.3, "lookahead": lookahead}
+        algorithm = Online.model_validate({**PARTS, **REINFORCE, "lagrange": lagrange})
+        costs = follow_exact_gradients(algorithm, [0.05] * 160)[2]
+        late[lookahead] = max(abs(cost - LIMIT) for cost in costs[80:])
+    assert late[0.0] > 0.2
+    assert late[10.0] < 0.05
 
 
 def rows_of(policy: Tensor, generator: torch.Generator) -> Tensor:
@@ -106,11 +125,11 @@ def test_samples_lead_to_the_constrained_optimum(parts: dict[str, Any]) -> None:
     critic = torch.zeros(WORLD.prompts, len(WORLD.prefixes), dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([{"params": [logits], "lr": 0.05}, {"params": [critic], "lr": 0.1}])
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, total_iters=steps)
-    coefs, multiplier, late = Coefs(kl=BETA, penalty=0.0), lagrange.start, []
+    coefs, multiplier, violation, late = Coefs(kl=BETA, penalty=0.0), lagrange.start, 0.0, []
     for step in range(steps):
         old = logits.detach().log_softmax(-1)
         rows = rows_of(old, generator)
-        combined = lagrange.combine(SCORES, COSTS, multiplier)
+        combined = lagrange.combine(SCORES, COSTS, lagrange.in_use(multiplier, violation=violation))
         values = critic.detach()
         rollout = make_rollout(WORLD, rows, old=old, reference=TABLE, scores=combined, values=values, group_size=4)
         batch = compute_advantages(rollout, algorithm, coefs)
@@ -122,7 +141,8 @@ def test_samples_lead_to_the_constrained_optimum(parts: dict[str, Any]) -> None:
             sum(divide_by_denominators(terms, objective.denominators(minibatch)).values()).backward()
             optimizer.step()
         schedule.step()
-        multiplier = lagrange.next_multiplier(multiplier, cost=COSTS.flatten()[rows].mean().item())
+        cost = COSTS.flatten()[rows].mean().item()
+        multiplier, violation = lagrange.next_multiplier(multiplier, cost=cost), cost - LIMIT
         late += [multiplier] if step >= steps - 50 else []
     reached = expectation(WORLD.sequence_logprobs(logits.detach().log_softmax(-1)), COSTS).item()
     assert FREE - reached > 0.5  # there was something to give up

@@ -17,7 +17,9 @@ from tiny_models import completions_of
 from rlhf.config.files import merge
 from rlhf.errors import RewardError
 from rlhf.rewards.cost import COST, REWARD, CostedReward
+from rlhf.tracking.metrics import Metrics
 from rlhf.training.collect import sample_and_score
+from rlhf.training.kl_control import update_coefficients
 from rlhf.training.online import train
 from rlhf.training.rollout import cost_metrics
 from rlhf.types import Completions, Scores
@@ -90,19 +92,41 @@ def test_the_run_trains_on_the_combination_of_the_step(tmp_path: Path) -> None:
     assert torch.allclose(values, (parts[REWARD] - 3.0 * parts[COST]) / 4.0)
     run.session.state.multiplier = 1.0
     assert torch.allclose(run.reward(collected.completions).values, (parts[REWARD] - parts[COST]) / 2.0)
+    run.session.state.violation = math.log(3.0) / (0.1 * 10.0)  # lr · lookahead
+    assert torch.allclose(run.reward(collected.completions).values, (parts[REWARD] - 3.0 * parts[COST]) / 4.0)
     assert collected.metrics["cost/mean"] == pytest.approx(parts[COST].mean().item())
     assert collected.metrics["lagrange/score"] == pytest.approx(values.mean().item())
 
 
 def test_the_multiplier_follows_the_cost_and_is_held_in_the_warm_up(tmp_path: Path) -> None:
-    trained(limited(tmp_path, lr=0.5), "critic.warmup_steps=2")
+    trained(limited(tmp_path, lr=0.05, lookahead=3.0), "critic.warmup_steps=2")
     rows = lines(tmp_path)[1:]
     multipliers = [row["lagrange/multiplier"] for row in rows]
     assert multipliers[:3] == [1.0] * 3
-    assert multipliers[3] == pytest.approx(math.exp(0.5 * (rows[2]["cost/mean"] - 1.0)))
+    violation = rows[2]["cost/mean"] - 1.0
+    learned = math.exp(0.05 * violation)
+    assert multipliers[3] == pytest.approx(learned * math.exp(3 * 0.05 * learned * violation))
     assert [row["lagrange/violation"] for row in rows] == pytest.approx([row["cost/mean"] - 1.0 for row in rows])
     assert all(row["score/mean"] == pytest.approx(row["score/raw"]) for row in rows)  # the reward, before the cost
     assert lines(tmp_path)[0]["eval/cost"] >= 0.0
+
+
+def step_metrics(cost: float) -> Metrics:
+    """The metrics of a step that a fixed penalty and the multiplier are moved by."""
+    metrics = Metrics()
+    metrics.add("cost/mean", cost)
+    return metrics
+
+
+def test_an_unknown_cost_moves_nothing(tmp_path: Path) -> None:
+    run = online(limited(tmp_path))
+    state = run.session.state
+    state.multiplier, state.violation = 1.7, 0.2
+    update_coefficients(run, step_metrics(math.nan), completions=8, step=5)
+    assert (state.multiplier, state.violation) == (1.7, 0.2)
+    update_coefficients(run, step_metrics(1.5), completions=8, step=5)
+    assert (state.multiplier, state.violation) == (pytest.approx(1.7 * math.exp(0.1 * 1.7 * 0.5)), 0.5)
+    run.session.recorder.close()
 
 
 def test_a_cost_without_a_multiplier_is_measured_and_changes_nothing(tmp_path: Path) -> None:
@@ -120,7 +144,7 @@ def test_a_cost_without_a_multiplier_is_measured_and_changes_nothing(tmp_path: P
 @pytest.mark.parametrize("preset", ["ppo_lag", "grpo", "rloo", "reinforce_pp", "online_dpo", "remax"])
 def test_every_kind_of_algorithm_can_have_a_multiplier(tmp_path: Path, preset: str) -> None:
     changes = ["schedule.steps=2", *(["batch.epochs=1", "batch.minibatches=1"] if preset == "remax" else [])]
-    trained(limited(tmp_path, preset), *changes)
+    trained(limited(tmp_path, preset, lookahead=0.0), *changes)
     rows = lines(tmp_path)[1:]
     assert rows[1]["lagrange/multiplier"] == pytest.approx(math.exp(0.1 * rows[0]["lagrange/violation"]))
     assert rows[0]["policy/first_ratio_deviation"] < 5e-5
@@ -136,6 +160,7 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
     first.session.recorder.close()
     resumed = trained(tree)
     assert resumed.session.state.multiplier == whole.session.state.multiplier != 1.0
+    assert resumed.session.state.violation == whole.session.state.violation != 0.0
     assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
     assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == (tmp_path / "run" / "metrics.jsonl").read_bytes()
 
@@ -143,7 +168,7 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
 def test_other_settings_begin_with_their_own_multiplier(tmp_path: Path) -> None:
     trained(limited(tmp_path), "schedule.steps=2")
     again = online(limited(tmp_path, start=5.0), "schedule.steps=3", "checkpoint.resume=always")
-    assert again.session.state.multiplier == 5.0
+    assert (again.session.state.multiplier, again.session.state.violation) == (5.0, 0.0)
     again.session.recorder.close()
 
 
