@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -506,7 +507,7 @@ def _warn_of_rounding(path: str) -> None:
 
 
 def _path(model: str | Path | RunResult) -> str:
-    return resolve_best(str(model.folder if isinstance(model, RunResult) else model))
+    return resolve_best(os.path.expanduser(model.folder if isinstance(model, RunResult) else model))
 
 
 @dataclass(frozen=True)
