@@ -605,10 +605,13 @@ def compare(
         for name, (rows, text) in sections.items()
         if rows is not None
     }
-    base: Tree = {"algorithm": {"preset": "grpo"}, "policy": inputs.model(model, tokenizer), "data": data}
+    file = read_yaml(config) if config is not None else {}
+    base: Tree = {"policy": inputs.model(model, tokenizer), "data": data}
+    if "algorithm" not in file:
+        base["algorithm"] = {"preset": "grpo"}
     if reward is not None:
         base["reward"] = {"source": _importable(inputs.reward(reward))}
-    base = merge(merge(read_yaml(config) if config is not None else {}, base), nested(settings, compare))
+    base = merge(merge(file, base), nested(settings, compare))
     comparison = compare_config(
         with_plugins(
             {
