@@ -121,7 +121,7 @@ def test_a_short_name_of_a_setting_is_answered_with_the_full_key(
 
 def test_a_name_that_is_nearly_a_setting_is_answered_with_the_full_key(capsys: pytest.CaptureFixture[str]) -> None:
     error = error_of(capsys, "train", "configs/ppo.yaml", "prompt=mine.jsonl")
-    assert error == "error: prompt: unknown key; did you mean data.prompts?\n"
+    assert error == "error: prompt: unknown key; did you mean data.prompts or eval.prompts?\n"
     assert "valid keys here: algorithm, batch" in error_of(capsys, "train", "configs/ppo.yaml", "zzzz=1")
 
 
