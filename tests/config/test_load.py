@@ -673,3 +673,12 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("data: {system: Be brief.}")
     assert load_chat_format("~/run").system == "Be brief."
+
+
+def test_a_file_that_cannot_be_read_is_one_plain_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", deny)
+    with pytest.raises(ConfigError, match=r"configs/ppo\.yaml cannot be read: Permission denied"):
+        load_train("configs/ppo.yaml")
