@@ -6,6 +6,7 @@ import argparse
 import errno
 import importlib.util
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -74,10 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     silence_libraries()
     try:
         code = _VERBS[parsed.verb](parsed, console)
+        sys.stdout.flush()
     except UserError as error:
         _report_error(error, rank)
         return 2
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _has_no_reader():
+            return 141  # as of a program that SIGPIPE ends
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         Console(stderr=True).print(Text(f"error: {error}: make room, then run it again", style="red"), soft_wrap=True)
@@ -87,6 +91,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     _shut_down_distributed()
     return code or 0
+
+
+def _has_no_reader() -> bool:
+    """Return whether nobody reads standard output any more (`rlhf config … | head`); the rest of it goes nowhere."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -669,6 +683,10 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
     from rlhf.api.comparing import is_comparison
     from rlhf.commands.report import run_comparison_report, run_overlay, run_report, watch_report
 
+    if parsed.others and parsed.watch:
+        raise UserError("--watch rewrites the page of one run: give one folder")
+    if parsed.out is not None and not parsed.others:
+        raise UserError("--out names the page of several runs; the page of one is report.html in its folder")
     if parsed.others:
         run_overlay([parsed.target, *parsed.others], parsed.out or Path("overlay.html"), console)
     elif parsed.watch:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -100,6 +102,7 @@ class Usual:
 
 
 Positive = Annotated[float, Field(gt=0)]
+Folder = Annotated[str, AfterValidator(os.path.expanduser)]  # ~ is the home folder: no shell expands it after a "="
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 

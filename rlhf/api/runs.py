@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -506,7 +507,7 @@ def _warn_of_rounding(path: str) -> None:
 
 
 def _path(model: str | Path | RunResult) -> str:
-    return resolve_best(str(model.folder if isinstance(model, RunResult) else model))
+    return resolve_best(os.path.expanduser(model.folder if isinstance(model, RunResult) else model))
 
 
 @dataclass(frozen=True)
@@ -604,10 +605,13 @@ def compare(
         for name, (rows, text) in sections.items()
         if rows is not None
     }
-    base: Tree = {"algorithm": {"preset": "grpo"}, "policy": inputs.model(model, tokenizer), "data": data}
+    file = read_yaml(config) if config is not None else {}
+    base: Tree = {"policy": inputs.model(model, tokenizer), "data": data}
+    if "algorithm" not in file:
+        base["algorithm"] = {"preset": "grpo"}
     if reward is not None:
         base["reward"] = {"source": _importable(inputs.reward(reward))}
-    base = merge(merge(read_yaml(config) if config is not None else {}, base), nested(settings, compare))
+    base = merge(merge(file, base), nested(settings, compare))
     comparison = compare_config(
         with_plugins(
             {

@@ -14,7 +14,7 @@ from rlhf.config.sections import OfflineConfig, OnlineConfig
 from rlhf.errors import did_you_mean
 from rlhf.rewards.pair_judge import PairwiseJudge
 from rlhf.rewards.source import Source
-from rlhf.section import OneOf, Positive, Section, type_discriminator
+from rlhf.section import Folder, OneOf, Positive, Section, type_discriminator
 
 START_FOLDER = "start"  # folder of the cells that evaluate the start model itself
 UNTUNED = "_untuned"  # ending of the name under which an arm as it is written is run beside the tuned one
@@ -82,7 +82,7 @@ class PairsConfig(Section):
 class LabConfig(Section):
     """The built-in lab's start model, preference pairs and reward model; created if missing."""
 
-    folder: str = "runs/lab"
+    folder: Folder = "runs/lab"
     """Folder with sft/, preferences/ and rm/, for example from `rlhf quickstart`."""
     seed: int = 0
     """Seed for creating missing stages."""
@@ -292,7 +292,7 @@ class CompareConfig(Section):
     """The page's title."""
     base: str
     """The rlhf train configuration that every arm extends; relative to the working folder or this file."""
-    out_dir: str = "runs/compare"
+    out_dir: Folder = "runs/compare"
     """Folder for results.json, results.parquet, report.html, and one run folder per arm and seed."""
     lab: LabConfig | None = None
     """Use the built-in lab's start model, preference pairs and reward model."""

@@ -50,7 +50,7 @@ def locate_config(path: str | Path) -> Path:
     A run folder stands for its config.yaml, and a comparison's for its compare.yaml. A name such as `configs/ppo.yaml`
     is looked up in the working folder first, and then among the project's own configurations.
     """
-    file = Path(path)
+    file = Path(path).expanduser()
     for name in (RUN_CONFIG, COMPARE_CONFIG):
         if (file / name).is_file():
             return file / name

@@ -190,6 +190,8 @@ def _read_yaml(path: str | Path, extended_by: tuple[Path, ...]) -> Tree:
         raise ConfigError(f"no configuration file {str(path)!r}{f'; did you mean {near}?' if near else ''}")
     try:
         tree = parse_yaml(file.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):

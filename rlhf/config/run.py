@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rlhf.config.data import Count, Size
-from rlhf.section import Positive, Section
+from rlhf.section import Folder, Positive, Section
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -43,7 +43,7 @@ class RunConfig(Section):
     """The run's name in the report and the progress display; {algorithm} as in out_dir."""
     seed: int = 0
     """The only seed; every random generator is derived from it."""
-    out_dir: str = "runs/{algorithm}"
+    out_dir: Folder = "runs/{algorithm}"
     """The run folder; receives configuration, metrics, samples, checkpoints and report. {algorithm} stands for the
     algorithm that trains: the preset (ppo, grpo, sft, dpo, ...), or rm for a reward model."""
     device: Device = "auto"

@@ -370,8 +370,8 @@ class MixedStream(Generic[T, S]):
 
     def first(self, count: int) -> S:
         """Return the first rows of the mixture, as a data set, at most `count` and one epoch where that is known."""
-        known = self.steps_per_epoch * self.rows_per_step
-        return self._select(range(int(min(count, known))))
+        known = self.steps_per_epoch * self.rows_per_step  # 13 / 23 · 23 is less than 13
+        return self._select(range(round(min(count, known))))
 
     def names(self, step: int) -> tuple[str, ...]:
         """Return the name of the source of each row of a step."""

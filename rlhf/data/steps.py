@@ -88,7 +88,8 @@ class StepSet:
         rows, texts = [self.rows[i] for i in indices], [self.texts[i] for i in indices]
         prompt_ids, prompt_mask = left_pad([row.prompt for row in rows], self.pad_id)
         completion_ids, completion_mask = right_pad([row.completion for row in rows], self.pad_id)
-        flags = [[place in set(row.ends) for place in range(len(row.completion))] for row in rows]
+        ends = [set(row.ends) for row in rows]
+        flags = [[place in own for place in range(len(row.completion))] for row, own in zip(rows, ends, strict=True)]
         labels = torch.zeros(completion_ids.shape)
         for number, (row, text) in enumerate(zip(rows, texts, strict=True)):
             labels[number, row.ends] = torch.tensor(text.labels)
@@ -165,7 +166,7 @@ def read_steps(row: Row) -> StepText:
 
 
 def _read_label(label: object) -> float:
-    if not isinstance(label, bool | int | float) or not 0 <= float(label) <= 1:
+    if not isinstance(label, bool | int | float) or not 0 <= label <= 1:
         raise BadRow("with a label that is neither true, false nor from 0 to 1", repr(label))
     return float(label)
 

@@ -8,6 +8,7 @@ import pytest
 from runs import colored_prompts, make_model
 
 import rlhf
+from rlhf.config.load import read_yaml
 from rlhf.errors import ConfigError
 
 PROMPTS = colored_prompts()
@@ -43,6 +44,28 @@ def test_two_arms_and_best_of_n(tmp_path: Path) -> None:
     assert all(arm["status"] == "done" for arm in result.results["arms"].values())
     assert result.report.is_file()
     assert set(result.table["arm"]) >= {"grpo", "dpo", "pick"}
+
+
+def test_an_arm_without_a_preset_has_the_algorithm_of_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.api.runs.run_compare", lambda *_, **__: True)
+    (tmp_path / "judge.py").write_text("def count(completions):\n    return [0.0 for _ in completions]\n")
+    (tmp_path / "base.yaml").write_text("algorithm: {preset: ppo, advantage: {gae_lambda: 0.9}}\n")
+    folders = []
+    for config, expected in ((tmp_path / "base.yaml", "ppo"), (None, "grpo")):
+        result = rlhf.compare(
+            str(make_model(tmp_path / "start")),
+            {"slow": {"policy": {"lr": 1e-6}}},
+            completions=16,
+            prompts=PROMPTS,
+            eval_prompts=PROMPTS[:6],
+            reward=f"{tmp_path / 'judge.py'}:count",
+            config=config,
+            folder=tmp_path / "compare",
+            quiet=True,
+        )
+        assert read_yaml(result.folder / "base.yaml")["algorithm"]["preset"] == expected
+        folders.append(result.folder)
+    assert read_yaml(folders[0] / "base.yaml")["algorithm"]["advantage"] == {"gae_lambda": 0.9}
 
 
 def test_a_lambda_cannot_go_to_other_processes(tmp_path: Path) -> None:

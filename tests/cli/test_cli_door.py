@@ -27,6 +27,25 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
+def test_a_pipe_that_nobody_reads_any_more_is_no_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "rlhf", "config", "configs/ppo.yaml"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--out", "page.html"], "--out names the page of several runs"), (["other", "--watch"], "give one folder")],
+)
+def test_an_option_of_the_report_that_would_not_be_read_is_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in error_of(capsys, "report", "runs/ppo", *options)
+
+
 def test_without_a_verb_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
@@ -102,7 +121,7 @@ def test_a_short_name_of_a_setting_is_answered_with_the_full_key(
 
 def test_a_name_that_is_nearly_a_setting_is_answered_with_the_full_key(capsys: pytest.CaptureFixture[str]) -> None:
     error = error_of(capsys, "train", "configs/ppo.yaml", "prompt=mine.jsonl")
-    assert error == "error: prompt: unknown key; did you mean data.prompts?\n"
+    assert error == "error: prompt: unknown key; did you mean data.prompts or eval.prompts?\n"
     assert "valid keys here: algorithm, batch" in error_of(capsys, "train", "configs/ppo.yaml", "zzzz=1")
 
 

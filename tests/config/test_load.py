@@ -21,6 +21,7 @@ from rlhf.config.load import (
     dump,
     expand_preset,
     load_any,
+    load_chat_format,
     load_compare,
     load_reward_model,
     load_train,
@@ -658,3 +659,26 @@ def test_a_type_replaces_a_section_that_leaves_its_type_to_the_preset() -> None:
         "ppo": {"policy": {"lr": 1e-6}, "algorithm": {"preset": "ppo", "advantage": named}},
         "b": file,
     }
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell expands it after `run.out_dir=`, nor in a file: the run was written into a folder called ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_train("configs/ppo.yaml", ["run.out_dir=~/runs/{algorithm}"])
+    assert config.run.out_dir == str(tmp_path / "runs" / "ppo")
+    compare = load_compare("configs/compare.yaml", ["out_dir=~/compare", "lab.folder=~/lab"])
+    assert compare.out_dir == str(tmp_path / "compare")
+    assert compare.lab is not None
+    assert compare.lab.folder == str(tmp_path / "lab")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("data: {system: Be brief.}")
+    assert load_chat_format("~/run").system == "Be brief."
+
+
+def test_a_file_that_cannot_be_read_is_one_plain_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", deny)
+    with pytest.raises(ConfigError, match=r"configs/ppo\.yaml cannot be read: Permission denied"):
+        load_train("configs/ppo.yaml")

@@ -78,6 +78,12 @@ def test_the_files_of_a_folder_are_one_stream_whatever_their_block(tmp_path: Pat
     assert Counter(drawn(stream, range(1, 7))[:21]) == Counter(row["completion"] for row in texts(0, 21))
 
 
+def test_the_first_rows_are_a_whole_epoch_whatever_the_size_of_a_step(tmp_path: Path) -> None:
+    path = write(tmp_path, "jsonl", texts(0, 13))
+    assert [len(opened(size, path=path).first(100)) for size in (4, 23)] == [13, 13]
+    assert len(opened(4, path=path, stream=True).first(20)) == 20
+
+
 def test_batches_do_not_depend_on_what_was_read_before(tmp_path: Path) -> None:
     path = write(tmp_path, "jsonl.gz", texts(0, 40))
     section = {"path": path, "stream": True, "shuffle_buffer": 6}

@@ -56,6 +56,7 @@ def test_rows_are_read_and_refused() -> None:
         ({"completions": ["a", " "]}, "list of steps"),
         ({"labels": [True]}, "one label for each step"),
         ({"labels": [True, 2]}, "neither true, false nor from 0 to 1"),
+        ({"labels": [True, 10**400]}, "neither true, false nor from 0 to 1"),
         ({"labels": [True, "yes"]}, "neither true, false nor from 0 to 1"),
     ]:
         with pytest.raises(BadRow, match=reason):
