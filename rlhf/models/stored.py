@@ -61,7 +61,8 @@ def _widen(model: nn.Module, *, but: Set[nn.Parameter] = frozenset()) -> None:
             parameter.data = parameter.data.float()
     for part in model.modules():  # a model that is loaded in 16 bits has its scale rounded too
         if isinstance(part, Gemma3TextScaledWordEmbedding) and part.embed_scale.dtype in HALF_DTYPES:
-            part.embed_scale = torch.full_like(part.embed_scale, part.scalar_embed_scale, dtype=torch.float32)
+            exact = torch.full_like(part.embed_scale, part.scalar_embed_scale, dtype=torch.float32)
+            part.register_buffer("embed_scale", exact, persistent=False)
 
 
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
