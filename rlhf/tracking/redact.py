@@ -13,7 +13,8 @@ from typing import Any
 HIDDEN = "***"
 _NAME = (
     r"(?:[\w-]*[_-])?(?:api[_-]?keys?|apikey|access[_-]?keys?|private[_-]?key|passw(?:or)?d|passphrase|secrets?|"
-    r"authorization|credentials?|cookie|bearer|(?:hf|auth|access|refresh|bearer|session|api|security|user|bot|id)[_-]?token)"
+    r"authorization|credentials?|cookie|bearer|"
+    r"(?:hf|hub|github|gitlab|wandb|vault|private|auth|access|refresh|bearer|session|api|security|user|bot|id)[_-]?token)"
 )
 _SECRET_KEY = re.compile(rf"(?:{_NAME}|token|auth|pat)", re.IGNORECASE)
 _ADDRESS = re.compile(r"\b([a-z][a-z0-9+.-]*://)([^\s/?#@'\"]*@)?", re.IGNORECASE)

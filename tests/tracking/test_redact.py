@@ -16,6 +16,7 @@ from rlhf.tracking.redact import redact, redact_text
     [
         *("api_key", "API-Key", "openai_api_key", "apikey", "token", "hf_token", "access_token", "password", "passwd"),
         *("secret", "client_secret", "Authorization", "X-Api-Key", "aws_secret_access_key", "credentials", "cookie"),
+        *("hub_token", "github_token", "gitlab_token", "wandb_token", "Private-Token", "X-Vault-Token"),
     ],
 )
 @pytest.mark.parametrize("value", ["planted", 1234, ["planted"], {"inner": "planted"}])
