@@ -8,6 +8,7 @@ Uesato et al. 2022 compare process and outcome). A class below `ProcessReward` i
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -176,9 +177,7 @@ class ProcessGrader:
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _checked(self, grades: Sequence[float], steps: Sequence[str]) -> list[float]:
-        import math
-
+    def _checked(self, grades: Any, steps: Sequence[str]) -> list[float]:
         try:
             values = [float(value) for value in grades]
         except (TypeError, ValueError):  # nothing, or no numbers

@@ -46,6 +46,7 @@ PART_OF_THE_RUN = (
     "calibration*",
     "reference.weights",
     "eval.source*",
+    "eval.prompts",
     "checkpoint.best.by",
     "environment",
     *(f"environment.{name}" for name in ("target", "kwargs", "max_turns", "max_tokens", "on_error", "truncation")),
