@@ -95,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _has_no_reader() -> bool:
     """Return whether nobody reads standard output any more (`rlhf config … | head`); the rest of it goes nowhere."""
+    if not hasattr(select, "poll"):  # Windows
+        return False
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):

@@ -112,7 +112,7 @@ def build_servers(
 
 
 def _name_of_run(folder: Path) -> str:
-    """Return the name of a run's folder among those of other runs: the same after a restart."""
+    """Name a run's subfolder of a shared folder: no other run has the name, and a restarted run has it again."""
     return f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
 
 

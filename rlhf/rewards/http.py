@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-import urllib.parse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rlhf.address import parse_address
 from rlhf.errors import RewardError
 from rlhf.rewards.source import quoted
 
@@ -64,13 +64,9 @@ class JsonPoster:
             RewardError: the address is not an HTTP one, or contains a user name.
         """
         try:
-            parts = urllib.parse.urlsplit(url)
-            is_address = parts.scheme in {"http", "https"} and bool((parts.hostname or "").encode("idna"))
-            _ = parts.port  # raises if it is no number of a port
+            parts = parse_address(url)
         except ValueError as error:
-            raise RewardError(f"{key} {url!r}: {error}; give an http:// or https:// address") from error
-        if not is_address:
-            raise RewardError(f"{key} {url!r}: give an http:// or https:// address")
+            raise RewardError(f"{key} {url!r}: {error}") from error
         if parts.username is not None:
             raise RewardError(f"{key}: leave user and password out of the address; it is written to the run folder")
         self.url, self.who = url, who

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import urllib.parse
 from typing import Any
 
+from rlhf.address import parse_address
 from rlhf.errors import ConfigError
 
 CONNECT_S = 10.0  # to open a connection; a machine that is off the network does not answer at all
@@ -41,13 +41,9 @@ class JsonHttp:
             ConfigError: the address is not an HTTP one.
         """
         try:
-            parts = urllib.parse.urlsplit(url)
-            is_address = parts.scheme in {"http", "https"} and bool((parts.hostname or "").encode("idna"))
-            _ = parts.port  # raises if it is no number of a port
+            parts = parse_address(url)
         except ValueError as error:
-            raise ConfigError(f"sampling.server.urls: {url!r} is no address: {error}") from error
-        if not is_address:
-            raise ConfigError(f"sampling.server.urls: {url!r} is not an http:// or https:// address")
+            raise ConfigError(f"sampling.server.urls: {url!r}: {error}") from error
         if parts.username is not None:
             raise ConfigError("sampling.server.urls: leave user and password out of the address; set token_env")
         self.url, self.timeout_s, self.secret = url.rstrip("/"), timeout_s, secret
