@@ -326,6 +326,11 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
             "the critic starts from a reward model, head included",
         ),
         (
+            "environment.prefix_cache",
+            getattr(config.environment, "prefix_cache", False) and not config.remembers_prompts,
+            "the fast sampler has it, in episodes of several turns",
+        ),
+        (
             "sampling.server",
             config.sampling.server is not None and config.sampling.backend != "server",
             f"sampling.backend is {config.sampling.backend}",

@@ -580,6 +580,12 @@ class OnlineConfig(TrainSections):
         return self.batch.prompts_per_step * self.sampling.completions_per_prompt
 
     @property
+    def remembers_prompts(self) -> bool:
+        """Return whether the sampler keeps what it read of a prompt for the next turn of its episode."""
+        samples_fast = self.sampling.backend in ("auto", "fast")
+        return self.environment is not None and self.environment.remembers_prompts and samples_fast
+
+    @property
     def update_gives_old_log_probs(self) -> bool:
         """Return whether a step's old log-probabilities are those of its update's own pass.
 

@@ -55,6 +55,10 @@ class EnvironmentConfig(Section):
     workers: Annotated[int, Ge(0)] = 0
     """Processes that run environments, for each rank. 0: they run in the process that trains. Does not change
     results."""
+    prefix_cache: bool = False
+    """Keep the keys and values of a prompt from one turn to the next, so that the model reads in each turn only what is
+    new; the fast sampler has it. It takes the memory of as many prompts as sampling.batch_size. Log-probabilities
+    differ by rounding, so that a run on servers or on more ranks is equal up to rounding only."""
     truncation: Literal["zero", "bootstrap", "drop"] = "zero"
     """The value after the last action of an episode that a limit ended (turns, tokens, the environment's own). zero: as
     if the task were over; bootstrap: the critic's value of the last observation; drop: these episodes are left out of
@@ -81,6 +85,11 @@ class EnvironmentConfig(Section):
             fix="environment.step_timeout_s=10",
         ),
     )
+
+    @property
+    def remembers_prompts(self) -> bool:
+        """Return whether a prompt is kept for the next turn."""
+        return self.prefix_cache and self.max_turns > 1
 
     @property
     def code_file(self) -> Path | None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,7 @@ def build_sampler(
         context=context_length(models.policy),
         ranks=models.engine.ranks,
         plugins=config.plugins,
-        steady=nullcontext if servers is None else servers.steady,
+        steady=None if servers is None else servers.steady,
     )
 
 

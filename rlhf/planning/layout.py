@@ -93,6 +93,8 @@ class Layout:
     """The rows decoded together."""
     copies_policy: bool = False
     """Whether the sampler has a copy of the policy's weights."""
+    remembers_prompts: bool = False
+    """Whether the sampler keeps what it read of prompts from one turn of an episode to the next."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """What leaves the GPU between its uses; nothing on a CPU."""
     merges: bool = True
@@ -308,6 +310,7 @@ class _Planner:
             score=score,
             rollout=share_of_step.of(min(sampling.batch_size, share_of_step.rows)),
             copies_policy=samples_here and sampling.copy_weights and roles[0].shape.is_written_out,
+            remembers_prompts=config.remembers_prompts,
             offload=config.offload if self.device == "cuda" else OffloadConfig(),
             halves_annotate=halves,
             ahead=config.overlap.copies,

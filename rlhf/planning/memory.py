@@ -173,7 +173,8 @@ class _Memory:
         elif self.stage == 3:
             parts[role.name, "sampler's copy"] = role.shape.parameters * role.how.low
         lanes = rows.rows if self.layout.device == "cuda" and self.layout.copies_policy else rows.prompts
-        tokens = rows.rows * max(rows.completion - 1, 1) + lanes * rows.prompt
+        remembered = rows.rows if self.layout.remembers_prompts else 0
+        tokens = rows.rows * max(rows.completion - 1, 1) + (lanes + remembered) * rows.prompt
         parts[role.name, "KV cache"] = key_value_cache(role.shape, tokens, role.how.low)
         return parts
 

@@ -38,6 +38,7 @@ from rlhf.errors import ConfigError, RewardError
 from rlhf.rewards.source import decode
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.seeding import derive_seed
+from rlhf.sampling.fast.engine import FastSampler
 from rlhf.sampling.generate import repeat_rows
 from rlhf.sampling.sampler import Sampler
 from rlhf.types import Completions, Prompts, StopReason
@@ -395,13 +396,19 @@ def make_episode_sampler(
     context: int | None,
     ranks: Distributed,
     plugins: Sequence[str] = (),
-    steady: Steady = nullcontext,
+    steady: Steady | None = None,
 ) -> EpisodeSampler:
     """Make the sampler of episodes, with a pool of environments of its own; see EpisodeSampler.
+
+    Where `steady` is None and environment.prefix_cache is set, a fast sampler reads in each turn only what is new.
 
     Raises:
         ConfigError: the environment cannot be made, or the chat template rewrites earlier turns.
     """
+    if steady is None:
+        steady = nullcontext
+        if config.remembers_prompts and isinstance(sampler, FastSampler):
+            steady = sampler.prefixes.kept
     pool = EnvironmentPool(
         config.target, config.kwargs, workers=config.workers, timeout_s=config.step_timeout_s, plugins=plugins
     )

@@ -55,6 +55,7 @@ MAY_CHANGE = (
     "sampling.server*",
     "overlap.reward_parts",
     "environment.workers",
+    "environment.prefix_cache",
     "environment.step_timeout_s",
     *(
         f"{model}.{setting}"

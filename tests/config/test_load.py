@@ -380,6 +380,18 @@ def test_a_section_that_nothing_reads_is_named(algorithm: str, changes: dict[str
     assert any(note.startswith(expected) for note in notes), notes
 
 
+@pytest.mark.parametrize(
+    "environment,sampling", [({"max_turns": 1}, {}), ({}, {"backend": "hf"}), ({}, {"backend": "fast"})]
+)
+def test_a_prefix_cache_that_nothing_reads_is_named(environment: dict[str, Any], sampling: dict[str, Any]) -> None:
+    tree = base(preset="grpo")
+    del tree["reward"]
+    tree["environment"] = {"target": "guess_number.py:GuessNumber", "prefix_cache": True, **environment}
+    notes = unread_warnings(train_config(merge(tree, {"sampling": sampling})))
+    is_named = any(note.startswith("environment.prefix_cache is set, but") for note in notes)
+    assert is_named == (environment == {"max_turns": 1} or sampling == {"backend": "hf"})
+
+
 def test_what_weights_advantages_and_a_teacher_s_own_dtype_are_read() -> None:
     grpo = {"sampling": {"correction": "token_mask", "completions_per_prompt": 2}}
     distill = {"teacher": {"model": "t", "dtype": "float64"}}

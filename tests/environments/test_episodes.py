@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -330,3 +331,14 @@ def test_a_supervised_run_is_evaluated_by_episodes(tmp_path: Path) -> None:
     runs.trained_offline(settings)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [1 <= line["eval/turns"] <= 2 for line in lines if "eval/turns" in line].count(True) >= 2
+
+
+def test_a_turn_reads_what_is_new(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path, prefix_cache=True))
+    sampler = run.sampler.sampler
+    rows = played(run)
+    remembered = sampler.prefixes.tokens_read
+    run.sampler.steady = nullcontext
+    whole = played(run)
+    assert torch.equal(rows.completion_ids, whole.completion_ids)
+    assert remembered < 0.8 * (sampler.prefixes.tokens_read - remembered)

@@ -17,7 +17,7 @@ from rlhf.planning.layout import Lengths
 from rlhf.planning.memory import least_memory
 from rlhf.planning.plan import Machine, Plan, make_plan
 from rlhf.planning.seconds import operations
-from rlhf.planning.shapes import PUBLISHED, Shape
+from rlhf.planning.shapes import PUBLISHED, Shape, published_shape
 
 TWO_LAYERS = Shape(
     family="llama",
@@ -246,6 +246,16 @@ def test_a_sampler_without_a_copy_needs_its_cache_during_rollouts_alone() -> Non
     assert kinds_by_phase(live, "policy", "sampler's copy") == []
     assert kinds_by_phase(live, "policy", "KV cache") == ["rollout"]
     assert live.memory.of("rollout") < copied.memory.of("rollout")
+
+
+def test_prompts_that_are_kept_between_turns_need_a_cache_of_their_own() -> None:
+    tree = settings("grpo", environment__target="guess_number.py:GuessNumber")
+    del tree["reward"]
+    plain, keeping = (
+        make_plan(train_config(merge(tree, {"environment": {"prefix_cache": keeps}})), CPU) for keeps in (False, True)
+    )
+    cache = key_value_cache(published_shape(QWEN), 64 * 256, 4)
+    assert keeping.memory.of("rollout") - plain.memory.of("rollout") == cache
 
 
 def test_ppo_of_8_billion_weights_on_one_nf4_base_is_planned_within_16_gb(tmp_path: Path) -> None:

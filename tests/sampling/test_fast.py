@@ -21,7 +21,7 @@ from rlhf.errors import ConfigError
 from rlhf.models.backbone import add_lora, load_causal_lm
 from rlhf.models.logprobs import completion_outputs
 from rlhf.runtime.seeding import derive_seed
-from rlhf.sampling.fast import engine as engine_module
+from rlhf.sampling.fast import prefix_cache
 from rlhf.sampling.fast.decoder import ATTENTION_NAME, FusedDecoder, ModelDecoder, can_pack, inverse_cdf, sample_token
 from rlhf.sampling.fast.engine import FastSampler, unique_prompts
 from rlhf.sampling.fast.kv_cache import cache_dtype
@@ -430,11 +430,11 @@ class _Counted:
     def __init__(self, sampler: FastSampler, monkeypatch: pytest.MonkeyPatch) -> None:
         self.prompts = self.rows = self.steps = 0
         self.sampler = sampler
-        read, step = engine_module.prefill, sampler._decoder
+        read, step = prefix_cache.prefill, sampler._decoder
 
-        def counted_read(model: Any, ids: Tensor, mask: Tensor) -> Any:
+        def counted_read(model: Any, ids: Tensor, mask: Tensor, past: Any) -> Any:
             self.prompts += len(ids)
-            return read(model, ids, mask)
+            return read(model, ids, mask, past)
 
         def counted_step(prompts: Prompts, uses: str | None) -> Any:
             decoder = step(prompts, uses)
@@ -448,7 +448,7 @@ class _Counted:
             decoder.step = counted  # type: ignore[method-assign]
             return decoder
 
-        monkeypatch.setattr(engine_module, "prefill", counted_read)
+        monkeypatch.setattr(prefix_cache, "prefill", counted_read)
         monkeypatch.setattr(sampler, "_decoder", counted_step)
 
 

@@ -28,7 +28,8 @@ from rlhf.sampling.fast.decoder import (
     supports_length,
     verify_decoder,
 )
-from rlhf.sampling.fast.kv_cache import KVCache, UnsupportedModel, prefill
+from rlhf.sampling.fast.kv_cache import KVCache, UnsupportedModel
+from rlhf.sampling.fast.prefix_cache import PrefixCache
 from rlhf.sampling.fast.recorded import COLUMN_MULTIPLE, RecordedGeneration, RecordedSampler, RowSlots, TrialCache
 from rlhf.sampling.generate import HFSampler, repeat_rows, rotation_kinds
 from rlhf.sampling.support import limits_of
@@ -82,13 +83,15 @@ class GenerationBatch:
         *,
         key: int | None,
         device: torch.device,
+        prefixes: PrefixCache,
         static: bool = False,
     ) -> None:
         """Allocate the cache and the outputs; a `key` of None decodes greedily, `static` is for `RowSlots`."""
-        self.model, self.decoder, self.device = model, decoder, device
+        self.model, self.decoder, self.device, self.prefixes = model, decoder, device, prefixes
         self.temperature, self.length, self.limits = config.temperature, config.max_new_tokens, limits_of(config)
         rows = len(prompts)
         first, self.prompt = unique_prompts(prompts)
+        self.row_ids = prompts.row_ids
         longest = int(prompts.prompt_mask.sum(dim=1).max())
         self.last_read = longest + self.length - 2  # position of the last token that any row reads before it is done
         self.prompt_ids = prompts.prompt_ids[first][:, -longest:]
@@ -205,9 +208,11 @@ class GenerationBatch:
         if len(new):
             mask = self.prompt_mask[new]
             width = int(mask.sum(dim=1).max())
-            mask = mask[:, -width:].to(self.device)
-            logits, layers = prefill(self.model, self.prompt_ids[new][:, -width:].to(self.device), mask)
-            lanes += self.slots.add_prompts(layers, mask)
+            ids, mask = self.prompt_ids[new][:, -width:], mask[:, -width:]
+            logits, layers = self.prefixes.prefill(
+                self.model, ids, mask, lambda number: self.row_ids[self.prompt == new[number]].tolist(), self.device
+            )
+            lanes += self.slots.add_prompts(layers, mask.to(self.device))
             logits_parts.append(logits)
         table = torch.cat(logits_parts)
         self.last_logits, self.lane = table[-1:], {int(needed[-1]): lanes[-1]}
@@ -289,6 +294,7 @@ class FastSampler:
         self.plain = HFSampler(
             model, config, eos_ids=eos_ids, pad_id=pad_id, dtype=dtype, device=device, engine=self.engine
         )
+        self.prefixes = PrefixCache(config.batch_size)
         self._warned_of_rotations = False
         # recorded, lean, model or generate, once chosen; the first two only for lengths that they support
         self.uses: str | None = None
@@ -393,7 +399,16 @@ class FastSampler:
         static = self.static and isinstance(decoder, FusedDecoder)
         if static and self.device.type == "cuda":
             decoder = GraphDecoder(decoder)
-        batch = GenerationBatch(prompts, self.model, decoder, self.config, key=key, device=self.device, static=static)
+        batch = GenerationBatch(
+            prompts,
+            self.model,
+            decoder,
+            self.config,
+            key=key,
+            device=self.device,
+            prefixes=self.prefixes,
+            static=static,
+        )
         return batch.generate(self.eos_ids)
 
     def _may_copy_prompts(self, prompts: Prompts) -> bool:
@@ -418,7 +433,7 @@ class FastSampler:
             kept = self._recorded[size] = RecordedSampler(
                 decoder, slots, length=length, temperature=self.config.temperature, ends=self.eos_ids
             )
-        return RecordedGeneration(kept, self.model, prompts, prompt, key=key).generate()
+        return RecordedGeneration(kept, self.model, prompts, prompt, key=key, prefixes=self.prefixes).generate()
 
     def _refreshed_decoder(self, rows: int, positions: int) -> FusedDecoder:
         """Return the decoder that all recorded steps share, with the current weights; made anew if it is too short."""

@@ -123,15 +123,24 @@ class UnsupportedModel(Exception):
     """The model's attention does something that the fast sampler does not support; the message says what."""
 
 
+Layered = Sequence[tuple[Tensor, Tensor]]  # keys [B, H, C, D] and values [B, H, C, Dv] of each layer
+
+
 def prefill(
-    model: CausalLM, ids: Int[Tensor, "L C"], mask: Bool[Tensor, "L C"]
-) -> tuple[Float[Tensor, "L V"], list[tuple[Tensor, Tensor]]]:
-    """Return the logits after each left-padded prompt and all layers' keys and values, using the model's attention."""
+    model: CausalLM, ids: Int[Tensor, "L C"], mask: Bool[Tensor, "L C"], past: Layered = ()
+) -> tuple[Float[Tensor, "L V"], Layered]:
+    """Return the logits after each left-padded prompt and all layers' keys and values, using the model's attention.
+
+    `past` has the keys and values of the first columns, where they are known: the model reads the others.
+    """
     cache = DynamicCache()  # without the configuration it keeps all columns of sliding-window layers too
+    for number, states in enumerate(past):
+        cache.update(*states, number)
+    new = slice(past[0][0].shape[2] if past else 0, None)
     logits = model(
-        input_ids=ids,
-        attention_mask=_prefill_mask(model, mask),
-        position_ids=(mask.long().cumsum(dim=1) - 1).clamp(min=0),
+        input_ids=ids[:, new],
+        attention_mask=_prefill_mask(model, mask, new),
+        position_ids=(mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, new],
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
@@ -145,8 +154,8 @@ def prefill(
     return logits, layers
 
 
-def _prefill_mask(model: CausalLM, mask: Bool[Tensor, "L C"]) -> Tensor:
-    """Return the attention mask of a prefill: the padding, or on a GPU which token sees which.
+def _prefill_mask(model: CausalLM, mask: Bool[Tensor, "L C"], new: slice) -> Tensor:
+    """Return the attention mask of a prefill: the padding, or on a GPU which token of the new columns sees which.
 
     From the padding transformers would find out whether a mask is needed at all, for which the host waits. A dead token
     sees itself, since a softmax over nothing is NaN.
@@ -156,10 +165,7 @@ def _prefill_mask(model: CausalLM, mask: Bool[Tensor, "L C"]) -> Tensor:
     if not mask.is_cuda or config._attn_implementation != "sdpa" or (window is not None and window < width):
         return mask.long()
     causal = torch.ones(width, width, dtype=torch.bool, device=mask.device)
-    return (mask[:, None, None] & causal.tril()) | causal.tril().triu()
-
-
-Layered = Sequence[tuple[Tensor, Tensor]]  # keys [B, H, C, D] and values [B, H, C, Dv] of each layer
+    return ((mask[:, None, None] & causal.tril()) | causal.tril().triu())[:, :, new]
 
 
 class KVCache:

@@ -21,7 +21,8 @@ from rlhf.batching import to_device
 from rlhf.models.backbone import CausalLM
 from rlhf.runtime.seeding import uniforms
 from rlhf.sampling.fast.decoder import FusedDecoder, sample_token
-from rlhf.sampling.fast.kv_cache import Layered, prefill
+from rlhf.sampling.fast.kv_cache import Layered
+from rlhf.sampling.fast.prefix_cache import PrefixCache
 from rlhf.types import Prompts
 
 CHECK_INTERVAL = 4  # steps between looks at which rows are done; each look is at the state of the one before
@@ -207,7 +208,13 @@ class RecordedSampler:
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def admit(
-        self, model: CausalLM, rows: Prompts, slots: Sequence[int], prompt: Int[Tensor, " N"], key: int | None
+        self,
+        model: CausalLM,
+        rows: Prompts,
+        slots: Sequence[int],
+        prompt: Int[Tensor, " N"],
+        key: int | None,
+        prefixes: PrefixCache,
     ) -> None:
         """Admit rows: prefill their prompts and draw their first tokens; `prompt` numbers equal prompts alike."""
         numbers, of = prompt.unique(return_inverse=True)
@@ -215,10 +222,18 @@ class RecordedSampler:
         mask = rows.prompt_mask[first]
         width = int(mask.sum(dim=1).max())
         lengths = rows.prompt_mask.sum(dim=1)
-        ids, mask, of, at, row_ids, lengths = to_device(
+        mask = mask[:, -width:]
+        of_prompt = of
+        logits, layers = prefixes.prefill(
+            model,
+            rows.prompt_ids[first][:, -width:],
+            mask,
+            lambda number: rows.row_ids[of_prompt == number].tolist(),
+            self.slots.device,
+        )
+        mask, of, at, row_ids, lengths = to_device(
             [
-                rows.prompt_ids[first][:, -width:],
-                mask[:, -width:],
+                mask,
                 of,
                 torch.tensor(slots, dtype=torch.long),
                 rows.row_ids,
@@ -226,7 +241,6 @@ class RecordedSampler:
             ],
             self.slots.device,
         )
-        logits, layers = prefill(model, ids, mask)
         self.slots.admit(at, layers, mask, of)
         uniform: Tensor | None = None
         if key is not None:
@@ -277,10 +291,18 @@ class RecordedGeneration:
     """One call of a RecordedSampler: which row is in which slot, and the tokens of the rows that are done."""
 
     def __init__(
-        self, sampler: RecordedSampler, model: CausalLM, prompts: Prompts, prompt: Int[Tensor, " B"], *, key: int | None
+        self,
+        sampler: RecordedSampler,
+        model: CausalLM,
+        prompts: Prompts,
+        prompt: Int[Tensor, " B"],
+        *,
+        key: int | None,
+        prefixes: PrefixCache,
     ) -> None:
         """Start with all rows waiting; `prompt` numbers runs of equal prompts, and a `key` of None decodes greedily."""
         self.sampler, self.model, self.prompts, self.prompt, self.key = sampler, model, prompts, prompt, key
+        self.prefixes = prefixes
         device, rows = sampler.slots.device, len(prompts)
         self.ids = torch.zeros(rows, sampler.length, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, sampler.length, dtype=sampler.logprobs.dtype, device=device)
@@ -355,7 +377,8 @@ class RecordedGeneration:
         count = min(len(free), len(self.prompts) - self.waiting)
         if count:
             rows = torch.arange(self.waiting, self.waiting + count)
-            self.sampler.admit(self.model, self.prompts.rows(rows), free[:count], self.prompt[rows], self.key)
+            chosen = self.prompts.rows(rows)
+            self.sampler.admit(self.model, chosen, free[:count], self.prompt[rows], self.key, self.prefixes)
             for slot, row in zip(free[:count], rows.tolist(), strict=True):
                 self.row[slot], self.since[slot] = row, step
             self.waiting += count
