@@ -226,10 +226,11 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
     metrics.add("score/std", float(values.std(correction=0)))
     metrics.merge(_advantage_metrics(experience, algorithm))
     if "raw" in scores.parts:
-        metrics.update({"score/raw": Mean.of(scores.parts["raw"])})
+        raw = fill_missing(scores.parts["raw"], experience.group_size)
+        metrics.update({"score/raw": Mean.of(raw, ~raw.isnan())})
     for name in ("clipped", "cut", "disagreement"):
         if name in scores.parts:
-            metrics.update({f"score/{name}": Mean.of(scores.parts[name])})
+            metrics.update({f"score/{name}": Mean.of(scores.parts[name], ~scores.parts[name].isnan())})
     metrics.merge(part_metrics(scores))
     if experience.has_episodes:
         metrics.merge(episode_metrics(experience))
