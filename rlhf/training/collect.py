@@ -176,9 +176,10 @@ def collect(
     batch, unused = rescue.batch, rescue.unused
     metrics.merge(rescue.metrics)
     if algorithm.refill_rounds > 0:  # a rescued group has a failure and a success, so it is not replaced
-        batch, replaced_rows, replaced = _refill_uniform_groups(batch, draw, refill, algorithm.refill_rounds)
+        batch, replaced_rows, is_new = _refill_uniform_groups(batch, draw, refill, algorithm.refill_rounds)
         unused = unused + replaced_rows
-        metrics.add("group/refilled", replaced / len(prompts))
+        rescue.hinted &= ~is_new  # of a group whose hint was due; the prompt that replaces it had none
+        metrics.update({"group/refilled": Mean.of(is_new)})
     completions, scores = batch
     baselines = torch.zeros_like(scores.values)
     if algorithm.advantage.needs_greedy:
@@ -376,7 +377,7 @@ def _replace_last_of_groups(
 
 def _refill_uniform_groups(
     batch: Batch, draw: Draw, refill: Callable[[int], Prompts], rounds: int
-) -> tuple[Batch, list[Completions], int]:
+) -> tuple[Batch, list[Completions], Bool[Tensor, " B"]]:
     """Replace uniform groups by groups of other prompts, in at most `rounds` rounds (DAPO, Yu et al. 2025, sec. 3.2).
 
     A replacing prompt takes the row id of the one it replaces, so its rows have that prompt's random numbers. Groups
@@ -384,9 +385,9 @@ def _refill_uniform_groups(
     that it has are equal, or if it has none.
 
     Returns:
-        The batch, the completions that were sampled and discarded, and how many groups were replaced.
+        The batch, the completions that were sampled and discarded, and which rows are of groups that were replaced.
     """
-    size, unused, replaced = batch[0].group_size, [], 0
+    size, unused, is_new = batch[0].group_size, [], torch.zeros(len(batch[0]), dtype=torch.bool)
     for number in range(1, rounds + 1):
         uniform = _uniform(batch)
         if not uniform.any():
@@ -402,8 +403,8 @@ def _refill_uniform_groups(
         discarded[rows] = False
         unused.append(combined[0].rows(discarded.nonzero().flatten()))
         batch = _select_rows(combined, rows)
-        replaced += int(varied.sum()) // size
-    return batch, unused, replaced
+        is_new[uniform] = varied
+    return batch, unused, is_new
 
 
 def _uniform(batch: Batch) -> Bool[Tensor, " B"]:
