@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from rlhf.algo.support import Limits
 from rlhf.config.sections import SamplingConfig
 from rlhf.data.tokenizer import left_pad
+from rlhf.errors import UserError
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, context_length, load_adapter
 from rlhf.models.policy_models import Models
@@ -398,7 +399,7 @@ def make_policy_server(answer: Answering, host: str, port: int, *, token: str | 
                 status, reply = 200, answer(method, self.path, read())
             except BadRequest as error:
                 status, reply = error.status, {"error": str(error)}
-            except Exception as error:  # whatever it is, the client gets an answer
+            except (UserError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError) as error:
                 status, reply = 500, {"error": f"{type(error).__name__}: {error}"}
             content = json.dumps(reply).encode()
             with suppress(BrokenPipeError, ConnectionResetError):  # the client has gone
