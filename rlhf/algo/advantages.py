@@ -208,11 +208,13 @@ def _subtract_baseline(groups: Float[Tensor, "N G"], baseline: Float[Tensor, "N 
 def fill_missing(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
     """Replace NaN by the mean of the other scores of its group, so that it does not move the mean.
 
-    The baseline of the others is then that without it, and its own advantage over the mean is 0. A group without any
-    score stays NaN.
+    The baseline of the others is then that without it, and its own advantage over the mean is 0. Where the others are
+    equal, it is their score to the last bit: a rounded mean may not be. A group without any score stays NaN.
     """
     groups = scores.view(-1, group_size)
-    means = groups.nanmean(dim=1, keepdim=True)
+    lowest = torch.where(groups.isnan(), torch.inf, groups).amin(dim=1, keepdim=True)
+    highest = torch.where(groups.isnan(), -torch.inf, groups).amax(dim=1, keepdim=True)
+    means = groups.nanmean(dim=1, keepdim=True).clamp(lowest, highest)
     return torch.where(groups.isnan(), means, groups).flatten()
 
 

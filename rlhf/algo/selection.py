@@ -73,8 +73,8 @@ def best_worst_pairs(experience: Experience, *, min_gap: float = 0.0) -> Sampled
 
 
 def failed_groups(scores: Float[Tensor, " B"], group_size: int, *, solved_above: float) -> Bool[Tensor, " N"]:
-    """Flag the groups in which no score is above `solved_above`."""
-    return (scores.view(-1, group_size) <= solved_above).all(dim=1)
+    """Flag the groups that have a score, and none above `solved_above`; a NaN is no score."""
+    return success_shares(scores, group_size, solved_above=solved_above) == 0
 
 
 def sequence_importance(
@@ -119,10 +119,13 @@ def _capped_ratio(log_ratio: Float[Tensor, "B T"], cap: float) -> Float[Tensor, 
 
 
 def success_shares(scores: Float[Tensor, " B"], group_size: int, *, solved_above: float) -> Float[Tensor, " N"]:
-    """Compute the share of each group's scores that are above `solved_above`; NaN where a group has no score."""
-    groups = scores.double().view(-1, group_size)
-    known = (~groups.isnan()).sum(dim=1)
-    return (groups > solved_above).sum(dim=1) / known.double().masked_fill(known == 0, torch.nan)
+    """Compute the share of each group's scores that are above `solved_above`; NaN where a group has no score.
+
+    Scores and limit are compared in the scores' own dtype: a float32 score of 0.1 is not above a limit of 0.1.
+    """
+    groups = scores.view(-1, group_size)
+    known = (~groups.isnan()).sum(dim=1).double()
+    return (groups > solved_above).sum(dim=1) / known.masked_fill(known == 0, torch.nan)
 
 
 def shaped_importance(

@@ -57,11 +57,17 @@ class Best(Advantage):
     def compute(
         self, rollout: Rollout, rewards: Float[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-        """Give 1 to the `keep` best of each group that have at least `min_score`, and 0 to the others."""
+        """Give 1 to the `keep` best of each group that have at least `min_score`, and 0 to the others.
+
+        An episode whose environment failed, which has no action, comes last.
+        """
+        import torch
+
         from rlhf.algo.advantages import per_row
         from rlhf.algo.selection import select_best
 
-        chosen = select_best(rewards.sum(dim=1), rollout.group_size, keep=self.keep, min_score=self.min_score)
+        totals = torch.where(rollout.action_mask.any(dim=1), rewards.sum(dim=1), -torch.inf)
+        chosen = select_best(totals, rollout.group_size, keep=self.keep, min_score=self.min_score)
         return per_row(chosen.to(rewards.dtype), rewards, rollout.action_mask)
 
     def select(self, experience: Experience, *, drops_rows: bool) -> Experience:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,7 @@ from rlhf.types import Completions, Prompts
 Weights = Literal["exact", "int8"]
 START = "start"  # the version of the weights that the server was started with
 WAIT_S = 600.0  # a request waits this long for the end of a pause
+SAMPLERS = 4  # that are kept, of as many settings: on a GPU each has a copy of the weights and recorded steps
 MOST_BYTES = 256 * 2**20  # of a request
 
 
@@ -80,7 +81,7 @@ class PolicyService:
         self._lock = threading.RLock()
         self._running = threading.Event()
         self._running.set()
-        self._sampler = cache(self._make_sampler)
+        self._sampler = lru_cache(SAMPLERS)(self._make_sampler)
         self._round(pushed_tensors(self.model))
         self._trained = [weight for weight in self.model.parameters() if weight.requires_grad]
 
@@ -222,7 +223,7 @@ class PolicyService:
         assert isinstance(self.model, PreTrainedModel)
         self.model = load_adapter(self.model, folder).eval()
         self._exact = {}  # of the base, which nobody pushes any more
-        self._sampler = cache(self._make_sampler)
+        self._sampler = lru_cache(SAMPLERS)(self._make_sampler)
         self._trained = [weight for weight in self.model.parameters() if weight.requires_grad]
 
     def _round(self, tensors: Mapping[str, Tensor]) -> None:
@@ -398,7 +399,7 @@ def make_policy_server(answer: Answering, host: str, port: int, *, token: str | 
                 status, reply = 200, answer(method, self.path, read())
             except BadRequest as error:
                 status, reply = error.status, {"error": str(error)}
-            except (UserError, ValueError, RuntimeError, TypeError, LookupError) as error:
+            except (UserError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError) as error:
                 status, reply = 500, {"error": f"{type(error).__name__}: {error}"}
             content = json.dumps(reply).encode()
             with suppress(BrokenPipeError, ConnectionResetError):  # the client has gone

@@ -11,7 +11,11 @@
     annotate, update_record, kl_control, finish    the parts of an online step around the update
     prompt_queue  the prompts of a step where unsolved ones are replayed
     overlap       sampling during the update before; scoring one part while the next is sampled
-    trust_region  a policy whose step is a natural gradient (TRPO, NPG)
+    searched      a policy whose loss searches its step (TRPO, NPG)
+    backtracking  moves an update that went too far back towards its start
+    running_scores  scores on the scale of all scores of the run so far
+    ratios        where a step's importance ratios lie, for the report
+    watch         a judge that looks at training completions
     health        what watches a run: alarms, and the best checkpoint
     checkpoints   what a checkpoint holds: models, optimizers, averages, queues
     reference     the reference's log-probabilities of offline data, kept on disk between runs

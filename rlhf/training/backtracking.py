@@ -40,8 +40,10 @@ class Backtracking:
 
     @torch.no_grad()
     def _kl(self) -> float:
-        """Compute KL(old || new) over all tokens in the loss, in passes as large as memory allows."""
+        """Compute KL(old || new) over all tokens in the loss, in passes as large as memory allows; 0 without any."""
         run, models = self.run, self.run.models
+        if not self.experience.loss_mask.any():
+            return 0.0
 
         def work(share: Experience, size: int) -> tuple[Tensor, ...]:
             with weights_cast_once():

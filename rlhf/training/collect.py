@@ -170,21 +170,22 @@ def collect(
     metrics = cost_metrics(batch[1])
     unused: list[Completions] = []
     if algorithm.refill_rounds > 0 or algorithm.rescue is not None:
-        metrics.update({"score/first_draw": Mean.of(reward_of(batch[1]))})
+        metrics.update({"score/first_draw": _mean_score(batch[1])})
     shares = success_shares(batch[1].values, group_size, solved_above=algorithm.solved_above)
     rescue = _rescue(prompts, batch, draw, hinted, algorithm.rescue, due)
     batch, unused = rescue.batch, rescue.unused
     metrics.merge(rescue.metrics)
     if algorithm.refill_rounds > 0:  # a rescued group has a failure and a success, so it is not replaced
-        batch, replaced_rows, replaced = _refill_uniform_groups(batch, draw, refill, algorithm.refill_rounds)
+        batch, replaced_rows, is_new = _refill_uniform_groups(batch, draw, refill, algorithm.refill_rounds)
         unused = unused + replaced_rows
-        metrics.add("group/refilled", replaced / len(prompts))
+        rescue.hinted &= ~is_new  # of a group whose hint was due; the prompt that replaces it had none
+        metrics.update({"group/refilled": Mean.of(is_new)})
     completions, scores = batch
     baselines = torch.zeros_like(scores.values)
     if algorithm.advantage.needs_greedy:
         best, best_scores = draw(prompts, "greedy", group_size=1, greedy=True)
         baselines = best_scores.values.repeat_interleave(group_size)
-        metrics.update({"score/greedy": Mean.of(reward_of(best_scores))})
+        metrics.update({"score/greedy": _mean_score(best_scores)})
         unused = [best]
     extra = sum(len(rows) for rows in unused)
     if algorithm.refill_rounds > 0 or algorithm.rescue is not None or unused:
@@ -204,20 +205,26 @@ def collect(
     )
 
 
+def _mean_score(scores: Scores) -> Mean:
+    """Average the scores, without those of completions that no verifier applies to (NaN)."""
+    values = reward_of(scores)
+    return Mean.of(values, ~values.isnan())
+
+
 def leave_out_unscored(collected: Collected) -> Collected:
     """Leave out what no verifier applies to, whose score is NaN.
 
-    A prompt without any score is left out of the step. A completion whose group has scores gets their mean: it moves
-    no baseline, and has no advantage over it.
+    A prompt without any score, or whose greedy completion has none, is left out of the step. A completion whose group
+    has scores gets their mean: it moves no baseline, and has no advantage over it.
 
     Raises:
         NonFiniteScores: no completion of the step has a score.
     """
     scores, size = collected.scores, collected.completions.group_size
-    if not scores.values.isnan().any():
+    if not (scores.values.isnan() | collected.baselines.isnan()).any():
         return collected
     values = fill_missing(scores.values, size)
-    kept = (~values.isnan()).nonzero().flatten()
+    kept = (~(values.isnan() | collected.baselines.isnan())).nonzero().flatten()
     if len(kept) == 0:
         raise NonFiniteScores("no verifier applies to any completion of the step: see the columns that it reads")
     collected.metrics.merge(grading_metrics(scores.parts))  # of the prompts that are left out, too
@@ -340,7 +347,7 @@ def _sample_with_hint(
     plain, with_hint = prompts.rows(groups), asked.rows(groups)
     drawn = draw(plain, "rescue", number, group_size=per_group, asked=with_hint)
     rescue.hint_tokens += per_group * int(with_hint.prompt_mask.sum() - plain.prompt_mask.sum())
-    solved = ~failed_groups(drawn[1].values, per_group, solved_above=config.solved_above)
+    solved = success_shares(drawn[1].values, per_group, solved_above=config.solved_above) > 0  # not where all are NaN
     rescue.by_hint[groups[solved]] = number
     is_used = solved if config.after == 0 else torch.ones_like(solved)
     rescue.batch, replaced, rows = _replace_last_of_groups(rescue.batch, drawn, groups, is_used)
@@ -370,24 +377,25 @@ def _replace_last_of_groups(
 
 def _refill_uniform_groups(
     batch: Batch, draw: Draw, refill: Callable[[int], Prompts], rounds: int
-) -> tuple[Batch, list[Completions], int]:
+) -> tuple[Batch, list[Completions], Bool[Tensor, " B"]]:
     """Replace uniform groups by groups of other prompts, in at most `rounds` rounds (DAPO, Yu et al. 2025, sec. 3.2).
 
     A replacing prompt takes the row id of the one it replaces, so its rows have that prompt's random numbers. Groups
-    that are still uniform after the last round stay (the loss leaves them out).
+    that are still uniform after the last round stay (the loss leaves them out). A group is uniform, too, if the scores
+    that it has are equal, or if it has none.
 
     Returns:
-        The batch, the completions that were sampled and discarded, and how many groups were replaced.
+        The batch, the completions that were sampled and discarded, and which rows are of groups that were replaced.
     """
-    size, unused, replaced = batch[0].group_size, [], 0
+    size, unused, is_new = batch[0].group_size, [], torch.zeros(len(batch[0]), dtype=torch.bool)
     for number in range(1, rounds + 1):
-        uniform = uniform_groups(batch[1].values, size)
+        uniform = _uniform(batch)
         if not uniform.any():
             break
         slots = uniform.nonzero().flatten()[::size]  # the first row of each uniform group
         others = replace(refill(number).rows(slice(0, len(slots))), row_ids=batch[0].row_ids[slots] // size)
         drawn = draw(others, "refill", number, group_size=size)
-        varied = ~uniform_groups(drawn[1].values, size)
+        varied = ~_uniform(drawn)
         rows = torch.arange(len(uniform))
         rows[uniform] = torch.where(varied, len(uniform) + torch.arange(len(varied)), rows[uniform])
         combined = _concat_batches([batch, drawn])
@@ -395,8 +403,14 @@ def _refill_uniform_groups(
         discarded[rows] = False
         unused.append(combined[0].rows(discarded.nonzero().flatten()))
         batch = _select_rows(combined, rows)
-        replaced += int(varied.sum()) // size
-    return batch, unused, replaced
+        is_new[uniform] = varied
+    return batch, unused, is_new
+
+
+def _uniform(batch: Batch) -> Bool[Tensor, " B"]:
+    """Flag the rows of groups that are uniform once missing scores are filled in; one without any score is."""
+    size = batch[0].group_size
+    return uniform_groups(fill_missing(batch[1].values, size).nan_to_num(0.0), size)
 
 
 def _concat_batches(batches: Sequence[Batch]) -> Batch:

@@ -216,7 +216,7 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
             "score/mean": Mean.of(values),
             "completion/length": Mean.of(mask.sum(dim=1)),
             "completion/finished": Mean.of(experience.finished),
-            "reward/kl_penalty": Mean.of(experience.scores.double() - experience.rewards.sum(dim=1).double()),
+            "reward/kl_penalty": Mean.of(_penalties(experience)),
         }
     )
     if not models.update_gives_old_logprobs:  # else the update's pass measures them
@@ -226,10 +226,11 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
     metrics.add("score/std", float(values.std(correction=0)))
     metrics.merge(_advantage_metrics(experience, algorithm))
     if "raw" in scores.parts:
-        metrics.update({"score/raw": Mean.of(scores.parts["raw"])})
+        raw = fill_missing(scores.parts["raw"], experience.group_size)
+        metrics.update({"score/raw": Mean.of(raw, ~raw.isnan())})
     for name in ("clipped", "cut", "disagreement"):
         if name in scores.parts:
-            metrics.update({f"score/{name}": Mean.of(scores.parts[name])})
+            metrics.update({f"score/{name}": Mean.of(scores.parts[name], ~scores.parts[name].isnan())})
     metrics.merge(part_metrics(scores))
     if experience.has_episodes:
         metrics.merge(episode_metrics(experience))
@@ -249,6 +250,14 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
         variance = explained_variance(experience.values, experience.returns, plain)
         metrics.add("critic/explained_variance", variance)
     return metrics
+
+
+def _penalties(experience: Experience) -> Float[Tensor, " B"]:
+    """Compute the KL penalty of each completion: its score and the rewards of its steps, less its token rewards."""
+    given = experience.scores.double()
+    if experience.process_rewards is not None:
+        given = given + torch.where(experience.action_mask, experience.process_rewards, 0.0).sum(dim=1).double()
+    return given - experience.rewards.sum(dim=1).double()
 
 
 def logprob_metrics(experience: Experience, models: Models) -> dict[str, Mean]:

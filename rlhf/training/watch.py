@@ -22,10 +22,13 @@ def watch_metrics(proxy: Float[Tensor, " N"], watched: Float[Tensor, " N"]) -> d
 
     watch/score is the judge's mean, watch/gap the proxy's mean less the judge's, and watch/correlation Pearson's
     correlation of the two, where both vary. The gap means something if both are on one scale, such as that of
-    calibrated reward models; how it changes does in any case.
+    calibrated reward models; how it changes does in any case. Completions without a score of the proxy (NaN) count in
+    the first alone.
     """
-    proxy, watched = proxy.double(), watched.double()
-    metrics = {"watch/score": Mean.of(watched), "watch/gap": Mean.of(proxy - watched)}
+    metrics = {"watch/score": Mean.of(watched)}
+    known = ~proxy.isnan()
+    proxy, watched = proxy[known].double(), watched[known].double()
+    metrics["watch/gap"] = Mean.of(proxy - watched)
     if len(proxy) > 1 and bool(proxy.min() < proxy.max()) and bool(watched.min() < watched.max()):
         metrics["watch/correlation"] = Mean(float(torch.corrcoef(torch.stack([proxy, watched]))[0, 1]), 1.0)
     return metrics

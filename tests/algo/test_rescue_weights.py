@@ -13,6 +13,7 @@ from rlhf.algo.selection import (
     failed_groups,
     sequence_importance,
     shaped_importance,
+    success_shares,
 )
 from rlhf.algorithms.online import Online
 from rlhf.algorithms.rescue import HintWeights, SequenceWeights, ShapedWeights, TokenWeights
@@ -28,6 +29,18 @@ def test_a_group_fails_if_no_score_is_above_the_threshold() -> None:
     scores = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.5, 0.5])
     assert failed_groups(scores, 2, solved_above=0.0).tolist() == [True, False, False]
     assert failed_groups(scores, 2, solved_above=0.5).tolist() == [True, False, True]
+
+
+def test_a_missing_score_is_neither_a_failure_nor_a_success() -> None:
+    scores = torch.tensor([0.0, torch.nan, torch.nan, torch.nan, 1.0, torch.nan])
+    assert failed_groups(scores, 2, solved_above=0.0).tolist() == [True, False, False]
+    assert success_shares(scores, 2, solved_above=0.0).nan_to_num(-1).tolist() == [0, -1, 1]
+
+
+def test_a_score_of_the_limit_is_no_success() -> None:
+    scores = torch.tensor([0.1, 0.2])  # in float32, above 0.1 and 0.2 in float64
+    assert success_shares(scores, 1, solved_above=0.1).tolist() == [0, 1]
+    assert failed_groups(scores, 1, solved_above=0.2).tolist() == [True, True]
 
 
 def test_weights_by_hand() -> None:

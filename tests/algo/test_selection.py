@@ -132,6 +132,15 @@ def test_a_penalty_in_the_reward_counts_in_the_choice_and_at_the_threshold() -> 
         assert torch.equal(experience.loss_mask.any(1), expected >= middle - 1e-9)
 
 
+def test_an_episode_that_failed_is_not_the_best_of_negative_ones() -> None:
+    rows = rollout(groups=1, group_size=3)
+    actions = rows.completion_mask.clone()
+    actions[1] = False  # as of a failed environment; its token rewards are 0
+    scores = torch.tensor([-3.0, -2.0, -1.0], dtype=rows.scores.dtype)
+    batch = compute_advantages(replace(rows, scores=scores, episode_actions=actions), online(**rejection()), COEFS)
+    assert batch.loss_mask.any(dim=1).tolist() == [False, False, True]
+
+
 def test_pairs_hold_both_sides_and_what_was_said_of_them() -> None:
     batch = experience(online(**PAIR), groups=3, group_size=4)
     pairs = select_training_rows(batch, online(**PAIR))

@@ -114,8 +114,9 @@ def test_a_run_is_trained_on_them(tmp_path: Path) -> None:
     row = run.session.recorder.folder.read_metrics()[-1]
     assert row["process/reward"] > 0
     assert row["process/steps"] > 0
-    # without KL the rewards of a completion are its score and those of its steps
-    assert row["reward/kl_penalty"] == pytest.approx(-row["process/reward"], abs=1e-5)
+    # the first values are 0: the mean return of a token is what is left of the score and of the rewards of steps
+    assert row["critic/return"] > row["score/mean"] + 0.1 * row["process/reward"]
+    assert row["reward/kl_penalty"] == pytest.approx(0.0, abs=1e-5)  # rewards of steps are no penalty
     for preset in ("online_dpo", "rejection_sampling", "dapo"):
         with pytest.raises(ConfigError, match=r"reward\.process rewards steps, and this algorithm chooses completions"):
             online(tree, f"algorithm.preset={preset}")

@@ -18,6 +18,12 @@ def test_mean_gap_and_correlation_by_hand() -> None:
     assert set(watch_metrics(proxy, torch.ones(3))) == {"watch/score", "watch/gap"}
 
 
+def test_a_completion_without_a_training_score_is_in_no_comparison() -> None:
+    proxy, watched = torch.tensor([1.0, torch.nan, 2.0, 3.0]), torch.tensor([2.0, 5.0, 0.0, 1.0])
+    metrics = {name: mean.value for name, mean in watch_metrics(proxy, watched).items()}
+    assert metrics == pytest.approx({"watch/score": 2.0, "watch/gap": 1.0, "watch/correlation": -0.5})
+
+
 BATCH = completions_of([[5]] * 20, [[number % 10 + 3] for number in range(20)])
 
 

@@ -13,7 +13,7 @@ from servers import listening, served, service_of
 from rlhf.config.load import train_config
 from rlhf.errors import ConfigError
 from rlhf.sampling.pool import ServerPool
-from rlhf.sampling.service import BadRequest
+from rlhf.sampling.service import SAMPLERS, BadRequest
 from rlhf.serving.http import JsonHttp, ServerDown, ServerRefused
 from rlhf.serving.own import OwnServer
 
@@ -34,6 +34,13 @@ def test_a_request_with_vllm_s_fields_alone(model: Path) -> None:
         assert (choice["finish_reason"] == "stop") == (choice["token_ids"][-1] == 2)
         assert choice["prompt_logprobs"][0] is None
         assert choice["prompt_logprobs"][1]["5"]["logprob"] < 0
+
+
+def test_requests_of_many_settings_leave_few_samplers(model: Path) -> None:
+    service = service_of(model)
+    for length in range(1, 8):
+        service.answer("POST", "/v1/completions", {"prompt": [4], "max_tokens": length})
+    assert service._sampler.cache_info().currsize == SAMPLERS
 
 
 @pytest.mark.parametrize(
@@ -68,7 +75,12 @@ def test_a_folder_of_another_model_is_refused_and_nothing_is_sampled_after(model
 
 def test_a_broken_request_gets_an_answer(model: Path) -> None:
     """A connection that breaks would look like a dead server, which the trainer waits for."""
-    broken: list[dict[str, Any]] = [{"rlhf": {"width": None}}, {"rlhf": {"rows": [0, 1, 2]}}, {"stop_token_ids": 5}]
+    broken: list[dict[str, Any]] = [
+        {"rlhf": {"width": None}},
+        {"rlhf": {"rows": [0, 1, 2]}},
+        {"stop_token_ids": 5},
+        {"seed": 2**70},
+    ]
     with listening(service_of(model)) as url:
         http = JsonHttp(url, timeout_s=5.0)
         for wrong in broken:

@@ -146,6 +146,22 @@ def test_a_greedy_completion_of_each_prompt_is_the_baseline_of_its_group(size: i
     }
 
 
+def test_a_group_of_equal_scores_or_of_none_is_refilled() -> None:
+    bench = Bench({3: (7.0, math.nan), 4: (math.nan, math.nan), 5: MIXED, 8: (math.nan, math.nan), 9: MIXED})
+    result = collected(bench, {1: [8, 9, 9], 2: [9, 9, 9]}, **REFILLED, refill_rounds=2)
+    assert [asked[1:3] for asked in bench.asked[1:]] == [([8, 9], [0, 1]), ([9], [0])]
+    assert who(result) == [9, 9, 9, 9, 5, 5]
+    assert result.metrics["score/first_draw"] == pytest.approx(10 / 3)
+
+
+def test_a_prompt_without_a_greedy_score_is_left_out() -> None:
+    bench = Bench(dict.fromkeys((3, 4, 5), (1.0, 2.0)), {3: 0.5, 4: math.nan, 5: 1.5})
+    result = leave_out_unscored(collected(bench, **GREEDY))
+    assert who(result) == [3, 3, 5, 5]
+    assert result.baselines.tolist() == [0.5, 0.5, 1.5, 1.5]
+    assert result.metrics["score/greedy"] == pytest.approx(1.0)
+
+
 def test_what_no_verifier_applies_to_is_left_out() -> None:
     """By hand: the prompt without a score goes; the completion without one has the mean of its group, 2.5."""
     bench = Bench({3: (1.0, math.nan, 4.0), 4: (math.nan,) * 3, 5: (1.0, 2.0, 3.0)})

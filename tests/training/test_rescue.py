@@ -80,14 +80,17 @@ class Bench:
         return completions if asked is None else under_prompts(completions, batch), Scores(values=values, parts={})
 
 
-def collected(bench: Bench, has_hint: Sequence[bool] = (True, True, True), **choices: Any) -> Collected:
+def collected(
+    bench: Bench, has_hint: Sequence[bool] = (True, True, True), due: torch.Tensor | None = None, **choices: Any
+) -> Collected:
     rescue = {"hints": [{"column": "a"}, {"column": "b"}], "hinted_share": 0.5, **choices.pop("rescue", {})}
     algorithm = Online.model_validate({"advantage": {"type": "group"}, "rescue": rescue, **choices})
 
     def hinted(number: int) -> tuple[Prompts, torch.Tensor]:
         return prompts([3, 4, 5], HINT_WIDTH + number), torch.tensor(has_hint)
 
-    return collect(prompts([3, 4, 5]), bench, lambda _: prompts([8, 8, 8]), algorithm, group_size=4, hinted=hinted)
+    others = prompts([8, 8, 8])
+    return collect(prompts([3, 4, 5]), bench, lambda _: others, algorithm, group_size=4, hinted=hinted, due=due)
 
 
 FAIL, WIN = (0.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0)
@@ -146,6 +149,17 @@ def test_a_rescued_group_is_not_refilled_and_the_others_are() -> None:
     assert [reference["who"] for reference in result.completions.references][::4] == [8, 4, 5]
     assert result.hinted.tolist() == [False] * 10 + [True, True]
     assert result.failed.tolist() == [True, False, True]
+
+
+def test_a_prompt_that_replaces_a_hinted_group_had_no_hint() -> None:
+    bench = Bench({3: (FAIL, (0.0, 0.0)), 4: (WIN,), 5: (WIN,), 8: (WIN, WIN)})
+    due, settings = torch.tensor([1, 0, 0]), {"rescue": {"after": 1}, "drop_uniform_groups": True}
+    plain = collected(bench, due=due, **settings)
+    assert plain.hinted.tolist() == [False, False, True, True] + [False] * 8
+    result = collected(bench, due=due, **settings, refill_rounds=1)
+    assert [reference["who"] for reference in result.completions.references][::4] == [8, 4, 5]
+    assert not result.hinted.any()
+    assert result.metrics["group/refilled"] == pytest.approx(1 / 3)
 
 
 def queue(limit: int = 2, share: float = 0.5, until: str = "plain", count: int = 6) -> PromptQueue:

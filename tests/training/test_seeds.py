@@ -6,6 +6,7 @@ Running normalization of scores, whitening per minibatch, the adaptive clip rang
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from rlhf.config.load import train_config
 from rlhf.errors import ConfigError
 from rlhf.experience import compute_advantages, select_training_rows
 from rlhf.rewards.cost import REWARD
+from rlhf.tracking.metrics import Metrics
 from rlhf.training.annotate import annotate
-from rlhf.training.backtracking import halve_step
+from rlhf.training.backtracking import Backtracking, halve_step
 from rlhf.training.collect import sample_and_score
 from rlhf.training.online import train
 
@@ -149,6 +151,18 @@ def test_a_step_that_goes_too_far_is_moved_back(tmp_path: Path) -> None:
     assert max(row["policy/backtracks"] for row in rows) >= 1
     assert all(row["kl/old_kept"] <= 2e-3 for row in rows)
     assert any(row["kl/old_last"] > 2e-3 for row in rows)
+
+
+def test_a_step_without_a_token_in_the_loss_is_not_moved_back(tmp_path: Path) -> None:
+    run = online(tree_of(tmp_path, BACKTRACKED))
+    collected = sample_and_score(run, 1)
+    assert collected is not None
+    experience = compute_advantages(annotate(run, collected), run.algorithm, run.coefs)
+    nothing = replace(experience, loss_mask=torch.zeros_like(experience.loss_mask))
+    metrics = Metrics()
+    Backtracking(run, nothing, 2e-3).finish(metrics)
+    assert metrics.values() == {"policy/backtracks": 0.0, "kl/old_kept": 0.0}
+    run.session.recorder.close()
 
 
 LAGRANGE = {"reward": {"cost": {"source": {"type": "model", "path": "cm"}}}, "algorithm": {"lagrange": {}}}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import ppo_tree, trained, write_rows
 
-from rlhf.algo.advantages import fill_missing
+from rlhf.algo.advantages import fill_missing, uniform_groups
 from rlhf.errors import NonFiniteScores
 from rlhf.evaluation.evaluate import filled
 from rlhf.types import Scores
@@ -43,9 +43,35 @@ def test_a_run_on_mixed_data_leaves_out_what_has_no_grade(tmp_path: Path, preset
     assert {"part/regex/mean", "part/words/mean", "verifier/timeout", "verifier/seconds_p95"} <= set(rows[-1])
 
 
+ABSTAINS = """
+def grade(completion, row):
+    words = completion.split()
+    return None if "blue" in words else float("good" in words)
+"""
+ONCE = ("batch.epochs=1", "batch.minibatches=1")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("algorithm.preset=dapo", "algorithm.refill_rounds=1"), ("algorithm.preset=remax", *ONCE)],
+    ids=["dapo", "remax"],
+)
+def test_a_verifier_that_abstains_makes_no_metric_and_no_step_nan(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    (tmp_path / "abstains.py").write_text(ABSTAINS)
+    source = {"type": "verifier", "name": f"{tmp_path / 'abstains.py'}:grade", "workers": 1}
+    settings = ppo_tree(tmp_path) | {"reward": {"source": source, "watch": {"source": {"type": "zero"}}}}
+    run = trained(settings, *overrides, "schedule.steps=2", "eval.every=0")
+    for row in run.session.recorder.folder.read_metrics()[1:]:
+        assert 0 < row["verifier/none"] < 1
+        assert [name for name, value in row.items() if value is None] == []  # NaN is null in the file
+        assert row["skipped/nonfinite"] == 0
+
+
 def test_a_missing_score_does_not_move_the_mean_of_an_evaluation() -> None:
     values = torch.tensor([1.0, math.nan, 3.0])
     assert filled(Scores(values=values, parts={})).values.tolist() == [1, 2, 3]
     assert fill_missing(torch.tensor([1.0, math.nan, math.nan, math.nan]), 2).nan_to_num(-1).tolist() == [1, 1, -1, -1]
+    alike = fill_missing(torch.tensor([0.1] * 7 + [math.nan]), 8)
+    assert uniform_groups(alike, 8).all()  # though the rounded mean of seven is not 0.1
     with pytest.raises(NonFiniteScores, match="no verifier applies to any held-out completion"):
         filled(Scores(values=torch.full((2,), math.nan), parts={}))
