@@ -333,7 +333,6 @@ def _add_chat(chat: argparse.ArgumentParser) -> None:
         "--max-tokens",
         dest="max_tokens",
         type=int,
-        default=512,
         help="longest answer, in tokens (default: 512)",
     )
     chat.add_argument(
@@ -728,10 +727,17 @@ def _chat(parsed: argparse.Namespace, console: Console) -> None:
 
     target = resolve_best(parsed.target)
     if parsed.episodes is not None:
+        if any(getattr(parsed, name) is not None for name in ("system", "temperature", "top_p", "max_tokens")):
+            raise UserError(
+                "--system, --temperature, --top-p and --max-new-tokens are for a conversation: episodes are sampled "
+                "as the run was trained, or with --greedy"
+            )
         from rlhf.commands.episodes import run_episodes
 
         run_episodes(target, parsed.episodes, seed=parsed.seed or 0, greedy=parsed.greedy, console=console)
         return
+    if parsed.max_tokens is None:
+        parsed.max_tokens = ChatOptions.max_tokens
     options = _options(ChatOptions, parsed)
     sampling = check_chat(target, options)
 
