@@ -333,7 +333,6 @@ def _add_chat(chat: argparse.ArgumentParser) -> None:
         "--max-tokens",
         dest="max_tokens",
         type=int,
-        default=512,
         help="longest answer, in tokens (default: 512)",
     )
     chat.add_argument(
@@ -464,9 +463,9 @@ def _add_launch(launch: argparse.ArgumentParser) -> None:
         launchers.add_argument(f"--{name}", dest="launcher", action="store_const", const=name, help=text)
     launch.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
     launch.add_argument("--gpus", type=int, help="GPUs of each node; one process runs on each")
-    launch.add_argument("--gpu-type", metavar="KIND", help="the kind of GPU, e.g. H100 (needed by --skypilot)")
+    launch.add_argument("--gpu-type", metavar="KIND", help="the kind of GPU, e.g. H100 (SLURM; needed by --skypilot)")
     launch.add_argument("--processes", type=int, help="processes on each node, without GPUs: with run.device=cpu")
-    launch.add_argument("--cpus", type=int, default=8, help="CPU cores of each process (default: 8)")
+    launch.add_argument("--cpus", type=int, help="CPU cores of each process (SLURM, SkyPilot; default: 8)")
     launch.add_argument("--time", metavar="HH:MM:SS", help="time limit of the job (SLURM)")
     launch.add_argument("--partition", help="where the job is queued (SLURM)")
     launch.add_argument("--account", help="who pays (SLURM)")
@@ -728,10 +727,17 @@ def _chat(parsed: argparse.Namespace, console: Console) -> None:
 
     target = resolve_best(parsed.target)
     if parsed.episodes is not None:
+        if any(getattr(parsed, name) is not None for name in ("system", "temperature", "top_p", "max_tokens")):
+            raise UserError(
+                "--system, --temperature, --top-p and --max-new-tokens are for a conversation: episodes are sampled "
+                "as the run was trained, or with --greedy"
+            )
         from rlhf.commands.episodes import run_episodes
 
         run_episodes(target, parsed.episodes, seed=parsed.seed or 0, greedy=parsed.greedy, console=console)
         return
+    if parsed.max_tokens is None:
+        parsed.max_tokens = ChatOptions.max_tokens
     options = _options(ChatOptions, parsed)
     sampling = check_chat(target, options)
 

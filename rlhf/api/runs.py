@@ -42,7 +42,7 @@ from rlhf.config.load import (
 )
 from rlhf.config.presets import get_setting
 from rlhf.config.run import ALGORITHM
-from rlhf.config.sections import RewardModelConfig
+from rlhf.config.sections import OfflineConfig, RewardModelConfig
 from rlhf.data.paths import check_files, check_targets, resolve_best
 from rlhf.errors import ConfigError, called_from_python
 from rlhf.factory.evaluation import START, PolicyComparison, compare_models, evaluate_suite, load_model_for_suite
@@ -255,7 +255,13 @@ def sft(
     if model is not None:
         draft.sections["policy"] = draft.inputs.model(model, tokenizer)
     draft.sections["data"] = draft.inputs.data("text", sft=data, eval_sft=eval_data)
-    return _run(train_config(draft.tree()), draft.inputs, run_train, on_step=on_step, quiet=quiet)
+    config_of_run = train_config(draft.tree())
+    if not isinstance(config_of_run, OfflineConfig) or config_of_run.algorithm.loss.data != "demonstrations":
+        raise ConfigError(
+            f"{config or 'algorithm'} describes {config_of_run.algorithm.name}, which learns from other data than "
+            "texts: call rlhf.train, or give another configuration"
+        )
+    return _run(config_of_run, draft.inputs, run_train, on_step=on_step, quiet=quiet)
 
 
 def reward_model(
@@ -490,12 +496,16 @@ def evaluate(
         UserError: there is nothing to evaluate on, or a model cannot be loaded.
     """
     path, other = _path(model), _path(against)
+    if suite is None and (data is not None or limit is not None):
+        raise ConfigError("data and limit are a suite's: name one, as in suite='persona'")
     if suite is not None:
         source = None if data is None else str(data)
         checked, task = suite_settings(suite, path, data=source, limit=limit, against=other, overrides=settings)
         return evaluate_suite(checked, load_model_for_suite(checked, path), task)
     config = load_run(path, settings)
     if isinstance(config, RewardModelConfig):
+        if other != START:
+            raise ConfigError(f"{path} is a reward model's run: it writes nothing that could be compared with {other}")
         _warn_of_rounding(path)
         return compute_report_card(config, path)
     return compare_models(config, path, other)
@@ -590,6 +600,8 @@ def compare(
     scorer = reward if judge is None else judge
     if scorer is None:
         raise ConfigError("a comparison needs a reward or a judge: the score that decides")
+    if completions is not None and budget is not None:
+        raise ConfigError("completions and budget both limit the arms: give one of them")
     given = [settings, arms, reward, judge]
     _check_importable(given)
     wanted = Path(folder or "runs/compare").expanduser()

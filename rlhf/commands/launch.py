@@ -22,15 +22,18 @@ TIME = re.compile(r"(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d")
 WORD = re.compile(r"[\w.,:@/+-]+")
 BUCKET_FOLDER = "/runs"  # where SkyPilot mounts the bucket
 DEFAULT_GRACE_S = 300
+DEFAULT_CPUS = 8
 
-# Options that only one launcher reads.
-READ_BY: dict[str, Launcher] = {
-    "time": "slurm",
-    "partition": "slurm",
-    "account": "slurm",
-    "grace": "slurm",
-    "sbatch": "slurm",
-    "bucket": "skypilot",
+# Options that not every launcher reads.
+READ_BY: dict[str, tuple[Launcher, ...]] = {
+    "time": ("slurm",),
+    "partition": ("slurm",),
+    "account": ("slurm",),
+    "grace": ("slurm",),
+    "sbatch": ("slurm",),
+    "bucket": ("skypilot",),
+    "gpu_type": ("slurm", "skypilot"),
+    "cpus": ("slurm", "skypilot"),
 }
 
 
@@ -43,7 +46,7 @@ class LaunchOptions:
     gpus: int | None = None  # one process for each
     gpu_type: str | None = None
     processes: int | None = None  # instead of GPUs, with run.device=cpu
-    cpus: int = 8  # cores of each process
+    cpus: int | None = None  # cores of each process
     time: str | None = None
     partition: str | None = None
     account: str | None = None
@@ -57,6 +60,11 @@ class LaunchOptions:
         count = self.processes if self.gpus is None else self.gpus
         assert count is not None, "check_options refuses options without a size"
         return count
+
+    @property
+    def cpus_per_node(self) -> int:
+        """Return the CPU cores of the training processes on each node."""
+        return self.processes_per_node * (self.cpus or DEFAULT_CPUS)
 
 
 @dataclass(frozen=True)
@@ -112,9 +120,11 @@ def check_options(options: LaunchOptions, config: TrainConfig | RewardModelConfi
     Raises:
         UserError: one of them is wrong.
     """
-    for name, launcher in READ_BY.items():
-        if launcher != options.launcher and getattr(options, name):
-            raise UserError(f"--{name} is an option of --{launcher}; --{options.launcher} does not read it")
+    for name, launchers in READ_BY.items():
+        if options.launcher not in launchers and getattr(options, name):
+            of = " and ".join(f"--{launcher}" for launcher in launchers)
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} is an option of {of}; --{options.launcher} does not read it")
     for name in ("nodes", "gpus", "processes", "cpus", "grace"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -143,6 +153,8 @@ def _check_size(options: LaunchOptions, device: str) -> None:
             "how many GPUs? Give --gpus N, the GPUs of each node (one process runs on each); "
             "without GPUs, run.device=cpu and --processes N"
         )
+    if options.gpu_type is not None and options.gpus is None:
+        raise UserError("--gpu-type names the kind of --gpus, and --processes run without GPUs: leave it out")
     if options.launcher == "skypilot" and options.gpus is not None and options.gpu_type is None:
         raise UserError("--skypilot needs the kind of GPU too: --gpu-type H100, for example (sky show-gpus lists them)")
 
@@ -165,7 +177,7 @@ def _sbatch_lines(job: Job, options: LaunchOptions) -> list[str]:
         f"--job-name={job.name}",
         f"--nodes={options.nodes}",
         "--ntasks-per-node=1",
-        f"--cpus-per-task={options.processes_per_node * options.cpus}",
+        f"--cpus-per-task={options.cpus_per_node}",
     ]
     if options.gpus is not None:
         lines.append("--gpus-per-node=" + ":".join(map(str, gpus)))
@@ -208,7 +220,7 @@ def skypilot_yaml(job: Job, options: LaunchOptions, made_by: str) -> str:
         name=job.name,
         nodes=options.nodes,
         accelerators="" if options.gpus is None else f'  accelerators: "{options.gpu_type}:{options.gpus}"\n',
-        cpus=options.processes_per_node * options.cpus,
+        cpus=options.cpus_per_node,
         mounts=mounts,
         setup=_setup(job.config),
         node=indent(_node_script(options, rank="SKYPILOT_NODE_RANK", words=shlex.join(words)), "  "),

@@ -18,6 +18,7 @@ from rlhf.api.lab import prepare_lab, rm_accuracy, stage_paths
 from rlhf.api.training import run_train
 from rlhf.config.load import load_train
 from rlhf.config.sections import SamplingConfig, TrainConfig
+from rlhf.errors import ConfigError
 from rlhf.evaluation.evaluate import PolicyEvaluation
 from rlhf.evaluation.win_rate import mean_difference, win_rate
 from rlhf.factory.evaluation import evaluate_model
@@ -42,16 +43,17 @@ def run_quickstart(out: str, *, seed: int, overrides: Sequence[str], console: Co
         console: where progress and results are printed.
 
     Raises:
-        ConfigError: `out` was made with another seed, or by another version of the lab.
+        ConfigError: `out` was made with another seed, or by another version of the lab, or the last stage would not
+            be PPO in its folder.
     """
     start_time, folder, terminal = time.perf_counter(), Path(out), Terminal(console)
+    stage = [f"run.seed={seed}", *stage_paths(folder)["ppo"], *overrides]
+    check_stage(load_train(lab_config("ppo"), stage), folder)
     held_out = prepare_lab(folder, seed=seed, view=terminal, of=4)
     if held_out is None:
         return
     console.rule("4/4  PPO against the reward model")
-    ppo = resolve_lab_paths(
-        load_train(lab_config("ppo"), [f"run.seed={seed}", *stage_paths(folder)["ppo"], *overrides])
-    )
+    ppo = resolve_lab_paths(load_train(lab_config("ppo"), stage))
     if not run_train(ppo, terminal):
         return
     console.rule("What came of it")
@@ -65,6 +67,24 @@ def run_quickstart(out: str, *, seed: int, overrides: Sequence[str], console: Co
     with held_out.path.open(encoding="utf-8") as lines:
         prompt = json.dumps(str(json.loads(next(lines))["prompt"]), ensure_ascii=False)
     console.print(Text(next_steps(folder, prompt)), soft_wrap=True)
+
+
+def check_stage(config: TrainConfig, folder: Path) -> None:
+    """Check that the last stage leaves what is summarized at the end.
+
+    Raises:
+        ConfigError: it is another algorithm than PPO, in another folder, or without a KL to the start.
+    """
+    if config.algorithm.name != "ppo":
+        raise ConfigError(
+            f"rlhf quickstart ends with PPO, not {config.algorithm.name}: rlhf compare configs/lab/compare_quick.yaml "
+            "trains others in the same lab"
+        )
+    if Path(config.run.out_dir) != (folder / "ppo").expanduser() or not config.reference.measure:
+        raise ConfigError(
+            "rlhf quickstart reads the last stage in its folder, with a KL to the start: leave run.out_dir and "
+            "reference.measure out (--out names the folder)"
+        )
 
 
 def next_steps(folder: Path, prompt: str) -> str:

@@ -105,10 +105,10 @@ class _SettingsDumper(yaml.SafeDumper):
     """A dumper that quotes the texts which `_SettingsLoader` would read as numbers."""
 
 
-# In YAML 1.2 and in JSON 1e-3 is a number. PyYAML reads it as text, which a user's function would get as its argument.
-_EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
+# In YAML 1.2 and in JSON 1e-3 and 1.5e3 are numbers. PyYAML reads them as text, which a user's function would get.
+_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 for _kind in (_SettingsLoader, _SettingsDumper):
-    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
 class InvalidYaml(ValueError):
@@ -141,6 +141,8 @@ Tree = dict[str, Any]
 
 TAGS = ("type", "preset")
 SHORT_FORM_KEYS = {  # sections with a one-word short form: sharding=zero3 is sharding.mode=zero3
+    "correction": ("type", str),
+    "ensemble": ("size", int),
     "sharding": ("mode", str),
     "tune": ("trials", int),
 }

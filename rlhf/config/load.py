@@ -353,8 +353,17 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
     return (
         [(key, why) for key, is_unread, why in unread if is_unread]
         + _changed_among(config.data, "data.", others, "an online algorithm does not read it")
+        + _unread_holdout(config.data, "prompts")
         + _unread_optimizer(config)
     )
+
+
+def _unread_holdout(data: DataConfig, name: str) -> list[tuple[str, str]]:
+    """List data.holdout where no rows of the data set of this name can be held out by it."""
+    if data.holdout is None or getattr(data, name) is None or getattr(data, f"eval_{name}") is not None:
+        return []
+    why = f"data.{name} is mixed, streamed or has a part of its own (set data.eval_{name}.path)"
+    return [("data.holdout", why)]
 
 
 def _unread_optimizer(config: OnlineConfig) -> list[tuple[str, str]]:
@@ -374,6 +383,7 @@ def _unread_by_offline(config: OfflineConfig) -> list[tuple[str, str]]:
         unread += _changed_among(config, "", ("reference",), f"{name} has no reference")
     unread += _changed_among(config.data, "data.", ("prompts",), offline)
     unread += _changed_among(config.data, "data.", others, f"{name} does not read it")
+    unread += _unread_holdout(config.data, "sft" if is_sft else "preferences")
     if config.eval.source is None:
         why = "eval.source, the judge of an offline run, is not"
         unread += _changed_among(config.data, "data.", ("eval_prompts",), why)
@@ -385,6 +395,7 @@ def _unread_by_reward_model(config: RewardModelConfig) -> list[tuple[str, str]]:
     is_of_steps = config.process is not None
     return [
         *_changed_among(config.data, "data.", ("prompts", "eval_prompts", "sft", "eval_sft"), why),
+        *_unread_holdout(config.data, "preferences"),
         *_changed_among(config.batch, "batch.", ("epochs", "minibatches", "shuffle"), why),
         *_changed_among(config.model, "model.", ("ema_decay",), why),
         *(_changed_among(config, "", ("calibration",), of_steps) if is_of_steps else []),
@@ -435,12 +446,26 @@ def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[t
             return "is required; set it in the file or on the command line"
         case "value_error":
             return message.removeprefix("Value error, ")
+        case "union_tag_not_found":
+            return _without_type(mistake.get("input"), keys, models)
         case "union_tag_invalid":
             return _not_one_of(mistake["ctx"]["tag"], re.findall(r"'(.+?)'", mistake["ctx"]["expected_tags"]))
         case "literal_error" if isinstance(mistake.get("input"), str):
             return _not_one_of(mistake["input"], re.findall(r"'(.+?)'", mistake["ctx"]["expected"]))
         case _:
             return f"{message} (got {mistake.get('input')!r})" if keys else message
+
+
+def _without_type(value: object, keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
+    """Describe what a section lacks whose type is not set, or which is no section; its types are named if they are."""
+    fields = [model.model_fields[keys[-1]] for model in models if keys and keys[-1] in model.model_fields]
+    members = [section for field in fields for section in _sections(field.annotation)] or models  # of a list: these
+    types = [str(member.model_fields["type"].default) for member in members if issubclass(member, Choice)]
+    choices = f", one of {', '.join(types)}" if types else ""
+    if isinstance(value, Mapping):
+        return f"set its type{choices}"
+    where, example = ".".join(keys), value if value in types else "TYPE"
+    return f"is a section, not {value!r}: set {where}.type={example}{choices}"
 
 
 def _not_one_of(value: object, choices: Iterable[str]) -> str:

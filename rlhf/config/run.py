@@ -45,7 +45,7 @@ class RunConfig(Section):
     """The only seed; every random generator is derived from it."""
     out_dir: Folder = "runs/{algorithm}"
     """The run folder; receives configuration, metrics, samples, checkpoints and report. {algorithm} stands for the
-    algorithm that trains: the preset (ppo, grpo, sft, dpo, ...), or rm for a reward model."""
+    algorithm that trains: the preset (ppo, grpo, sft, dpo, ...), or reward_model."""
     device: Device = "auto"
     """auto: a CUDA GPU if there is one, otherwise the CPU. mps: an Apple GPU (untested)."""
     keep_memory: bool = True

@@ -55,6 +55,7 @@ LogProbs = Literal["auto", "naive", "chunked"]
 Packing = Literal["auto", "off"]
 HeadDtype = Literal["float32", "model"]
 OldLogProbs = Literal["auto", "sampler", "trainer"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 HeadInit = Literal["zero", "normal", "orthogonal"]
 
 
@@ -63,7 +64,7 @@ class OptimizerConfig(Section):
 
     lr: NonNegative = 1e-6
     """Peak learning rate; 0 trains nothing (for trial runs)."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Adam's decay rates."""
     adam_eps: Positive = 1e-5
     """Adam's epsilon, outside the square root as in PyTorch."""

@@ -13,7 +13,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rlhf.environments.protocol import TOOL_CALLS, TOOL_ERRORS, Observation, checked_reset
 
@@ -70,7 +71,13 @@ def tool_of(function: Callable[..., Any], name: str = "") -> Tool:
 
 
 def _json_type(hint: Any) -> str:
-    return TYPES.get(getattr(hint, "__origin__", hint), "string")
+    """Return the JSON type of a hint: of `int | None` that of int, of a choice that of its values."""
+    origin = get_origin(hint)
+    if origin not in (Union, UnionType, Literal):
+        return TYPES.get(origin or hint, "string")
+    inner = [type(value) for value in get_args(hint)] if origin is Literal else get_args(hint)
+    kinds = {_json_type(kind) for kind in inner if kind is not type(None)}
+    return kinds.pop() if len(kinds) == 1 else "string"
 
 
 def is_tool_class(made: Any) -> bool:

@@ -42,10 +42,10 @@ class Group:
             return self.prompt
         return None if is_transcript(self.prompt) else [{"role": "user", "content": self.prompt}]
 
-    @property
-    def digest(self) -> str:
-        """Return a digest of prompt and completions, by which a labelled group is known again."""
-        text = json.dumps([self.prompt, self.completions], sort_keys=True, ensure_ascii=False)
+    def digest(self, *, columns: bool) -> str:
+        """Return a digest of prompt and completions, and of the other columns too if `columns` says so."""
+        read = [self.prompt, self.completions, *([self.columns] if columns else [])]
+        text = json.dumps(read, sort_keys=True, ensure_ascii=False, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -47,6 +47,11 @@ Ask = Callable[[Sequence[Group]], list[Verdict]]
 class Judge(Choice):
     """What compares the completions of a prompt."""
 
+    @property
+    def reads_columns(self) -> bool:
+        """Return whether answers may depend on other columns than the prompt and the completions."""
+        return False
+
     @abstractmethod
     def build(self, warn: Callable[[str], None]) -> Ask:
         """Return what compares the completions of groups; `warn` receives messages for the user.
@@ -73,6 +78,11 @@ class ScoreJudge(Judge):
     type: Literal["scores"] = "scores"
     source: Annotated[Source, OneOf()]
     """The source; the higher score wins, and equal scores are a tie."""
+
+    @property
+    def reads_columns(self) -> bool:
+        """Return whether a source is no model: functions, verifiers and servers get the row."""
+        return not all(source.model_paths() for _, source in sources_in(self))
 
     def build(self, warn: Callable[[str], None]) -> Ask:
         """Return what scores each completion once."""

@@ -6,6 +6,7 @@ and OUT is made of it at the end.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,9 @@ from rlhf.config.data import Count, DatasetConfig
 from rlhf.errors import DataError
 from rlhf.labelling.data import FEWEST, Group, read_groups, read_human_pairs
 from rlhf.labelling.judges import Judge, Verdict
+from rlhf.rewards.source import sources_in
 from rlhf.section import Needed, NonNegative, OneOf, Section
+from rlhf.user_code import source_of
 
 HOW_ASKED = ("timeout_s", "retries", "concurrency", "cache_dir")
 """Settings of a judge that change no answer: an interrupted call may go on with others."""
@@ -112,7 +115,7 @@ def label(config: LabelConfig, *, note: Callable[[str], None] = lambda _: None, 
         note(counts.summary())
     labels = Labels(Path(f"{config.out}.labels.jsonl"), config, resume=resume)
     waiting = labels.missing([*groups, *people])
-    if len(waiting) < len({group.digest for group in (*groups, *people)}):
+    if len(waiting) < len({labels.key(group) for group in (*groups, *people)}):
         note(f"going on from {labels.path}: {len(waiting):,} prompts are left")
     if waiting:
         ask = config.judge.build(note)
@@ -133,10 +136,12 @@ class Labels:
         """Read the verdicts of an earlier call; a line that was cut off is dropped.
 
         Raises:
-            DataError: they are those of another judge.
+            DataError: they are those of another judge, or of other code or weights of this one.
         """
         self.path = path
         self.judge = _identity(config.judge.model_dump(mode="json"))
+        self.made_of = _made_of(config.judge)
+        self.reads_columns = config.judge.reads_columns
         self.verdicts: dict[str, Verdict] = {}
         if not resume:
             path.unlink(missing_ok=True)
@@ -153,26 +158,36 @@ class Labels:
                 f"{self.path} has labels of another judge, {row['judge']}: name another out, or ask again "
                 "(--again; in Python resume=False)"
             )
+        if row.get("made_of", self.made_of) != self.made_of:
+            raise DataError(
+                f"{self.path} has labels that this judge gave with other code or other weights: name another out, or "
+                "ask again (--again; in Python resume=False)"
+            )
         fields = {**row["verdict"], "scores": tuple(row["verdict"]["scores"])}
         fields["wins"] = tuple(map(tuple, row["verdict"]["wins"]))
         self.verdicts[row["group"]] = Verdict(**fields)
 
+    def key(self, group: Group) -> str:
+        """Return a digest of what the judge reads of a group, by which a labelled one is known again."""
+        return group.digest(columns=self.reads_columns)
+
     def missing(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups without a verdict, each once."""
-        return list({group.digest: group for group in groups if group.digest not in self.verdicts}.values())
+        return list({key: group for group in groups if (key := self.key(group)) not in self.verdicts}.values())
 
     def add(self, groups: Sequence[Group], verdicts: Sequence[Verdict]) -> None:
         """Append the verdicts of groups to the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             for group, verdict in zip(groups, verdicts, strict=True):
-                self.verdicts[group.digest] = verdict
-                row = {"group": group.digest, "judge": self.judge, "verdict": asdict(verdict)}
+                key = self.key(group)
+                self.verdicts[key] = verdict
+                row = {"group": key, "judge": self.judge, "made_of": self.made_of, "verdict": asdict(verdict)}
                 file.write(json.dumps(row) + "\n")
 
     def of(self, group: Group) -> Verdict:
         """Return the verdict of a group."""
-        return self.verdicts[group.digest]
+        return self.verdicts[self.key(group)]
 
 
 def _identity(judge: Mapping[str, Any]) -> str:
@@ -185,6 +200,19 @@ def _identity(judge: Mapping[str, Any]) -> str:
         return {key: entry if key == "kwargs" else kept(entry) for key, entry in rest.items()}
 
     return json.dumps(kept(judge), sort_keys=True)
+
+
+def _made_of(judge: Judge) -> str:
+    """Return a digest of the code and the weights that the judge's answers depend on; empty if there are none."""
+    from rlhf.models.folders import digest_of_model
+    from rlhf.tracking.fingerprint import combine, content_digest
+
+    digests: list[str] = []
+    for _, source in sources_in(judge):
+        digests += [content_digest(file) for file in source.code_files().values()]
+        digests += [digest_of_model(path) or "" for path in source.model_paths().values()]
+        digests += [hashlib.sha256(source_of(str(getattr(source, "target", ""))).encode()).hexdigest()]
+    return combine(digests)
 
 
 def preferred(verdict: Verdict, i: int, j: int, *, min_gap: float) -> float:

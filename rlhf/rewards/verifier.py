@@ -119,6 +119,19 @@ class VerifierSource(Source):
         self.check()
         return VerifierReward(self, context.tokenizer, may_abstain=context.may_abstain or context.leaves_out)
 
+    @model_validator(mode="after")
+    def _check_weights(self) -> VerifierSource:
+        """Check the names of weights, where the names that the graders give are known before they grade."""
+        if not all(grader.default_weights for grader in (self.grader, *self.graders.values())):
+            return self
+        choices = Grader.choices()  # a row may name any of them
+        names = [*self.graders, *choices, *(name for kind in choices.values() for name in kind.default_weights)]
+        unknown = [name for name in self.weights if name not in names]
+        if unknown:
+            near = did_you_mean(unknown[0], self.grader.default_weights)
+            raise ValueError(f"weights: {self.grader.describe()} gives no reward {unknown[0]!r}{near}")
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _expand_name(cls, given: Any) -> Any:

@@ -408,6 +408,43 @@ def test_an_empty_section_of_a_file_is_as_if_it_were_not_there(
     assert rlhf.sft(model, ["good bad"], config="sft.yaml", quiet=True).folder == Path("runs/sft")
 
 
+def test_the_text_call_refuses_a_file_of_another_algorithm(model: str, tmp_path: Path) -> None:
+    """It would train with PPO, and read none of the texts."""
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    source = {"type": "function", "target": f"{__file__}:goodness"}
+    ppo = {"algorithm": {"preset": "ppo"}, "reward": {"source": source}, **SETTINGS}
+    file = tmp_path / "ppo.yaml"
+    file.write_text(yaml.safe_dump({**ppo, "data": {"prompts": {"path": str(tmp_path / "prompts.jsonl")}}}))
+    with pytest.raises(ConfigError, match=r"ppo\.yaml describes ppo, which learns from other data than texts"):
+        rlhf.sft(model, ["good bad"], config=file, folder=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_arguments_that_would_be_left_aside_are_refused(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="data and limit are a suite's"):
+        rlhf.evaluate(model, data="rows.jsonl")
+    with pytest.raises(ConfigError, match="completions and budget both limit the arms"):
+        rlhf.compare(model, ["grpo"], reward="my.py:score", completions=10, budget={"tokens": 100.0})
+    (tmp_path / "config.yaml").write_text(f"model: {{model: {model}}}\ndata: {{preferences: {{path: pairs.jsonl}}}}\n")
+    with pytest.raises(ConfigError, match="is a reward model's run"):
+        rlhf.evaluate(tmp_path, against=model)
+
+
+def test_a_run_samples_with_a_correction_of_its_plugin(model: str, tmp_path: Path) -> None:
+    """The settings of a run are read where nothing has imported its plug-ins yet."""
+    (tmp_path / "own_correction.py").write_text(
+        "from typing import Literal\n\nfrom rlhf.algorithms.correction import TokenTruncate\n\n\n"
+        'class Own(TokenTruncate):\n    """Its own."""\n\n    type: Literal[\'own_of_test\'] = \'own_of_test\'\n'
+    )
+    (tmp_path / "config.yaml").write_text(
+        f"policy: {{model: {model}}}\nplugins: [{tmp_path / 'own_correction.py'}]\n"
+        "sampling: {correction: {type: own_of_test}, max_new_tokens: 3}\n"
+    )
+    options = checks.SampleOptions()
+    sampling = checks.check_sampling(str(tmp_path), ["red"], options, max_new_tokens=None, temperature=None)
+    assert (sampling.max_new_tokens, sampling.correction and sampling.correction.type) == (3, "own_of_test")
+
+
 def test_a_cost_beside_the_reward(model: str, tmp_path: Path) -> None:
     result = rlhf.train(
         model,

@@ -243,6 +243,14 @@ def test_a_prompt_without_tokens_is_told(
     assert "prompt 2 has no tokens: give it a text to complete" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [["--temperature", "0.5"], ["--system", "Be brief."], ["--max-new-tokens", "4"]])
+def test_options_of_a_conversation_are_refused_for_episodes(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "runs/any", "--episodes", "2", *option]) == 2
+    assert "are for a conversation" in capsys.readouterr().err
+
+
 def test_chat_reads_a_pipe(
     run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

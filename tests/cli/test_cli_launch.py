@@ -52,11 +52,12 @@ def bash_takes(text: str) -> bool:
 
 
 SIZES = "--nodes 2 --gpus 4 --gpu-type H100"
+SIZES_OF = {"slurm": SIZES, "torchrun": "--nodes 2 --gpus 4", "skypilot": SIZES}
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_one_launcher_a_node_starts_the_run_in_every_process(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, f"--{launcher} configs/ppo.yaml policy.lr=1e-6 {SIZES}")
+    text = printed(capsys, f"--{launcher} configs/ppo.yaml policy.lr=1e-6 {SIZES_OF[launcher]}")
     shell = shell_text(launcher, text)
     assert bash_takes(shell)
     assert "--nnodes=2 --nproc-per-node=4" in shell
@@ -71,7 +72,7 @@ def test_a_value_with_quotes_and_spaces_reaches_the_run_as_it_is(
     launcher: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     value = 'run.name=it\'s a "name" $HOME `id`\n#SBATCH --begin=now'
-    shell = shell_text(launcher, printed(capsys, f"--{launcher} configs/ppo.yaml {SIZES}", value))
+    shell = shell_text(launcher, printed(capsys, f"--{launcher} configs/ppo.yaml {SIZES_OF[launcher]}", value))
     assert bash_takes(shell)
     line = re.search(r"train configs/ppo\.yaml .*? &\n", shell, re.DOTALL)
     assert line is not None
@@ -165,6 +166,9 @@ def test_skypilot_is_asked_for_gpus_and_a_bucket_and_installs_what_the_run_needs
         ("--slurm configs/ppo.yaml --gpus 8 --sbatch=mem=0", "--sbatch is 'mem=0': give one option of sbatch"),
         ("--torchrun configs/ppo.yaml --gpus 8 --partition p", "--partition is an option of --slurm"),
         ("--slurm configs/ppo.yaml --gpus 8 --bucket b", "--bucket is an option of --skypilot"),
+        ("--torchrun configs/ppo.yaml --gpus 8 --gpu-type H100", "--gpu-type is an option of --slurm and --skypilot"),
+        ("--torchrun configs/ppo.yaml --gpus 8 --cpus 4", "--cpus is an option of --slurm and --skypilot"),
+        ("--slurm configs/ppo.yaml run.device=cpu --processes 2 --gpu-type H100", "--processes run without GPUs"),
         ("--skypilot configs/ppo.yaml --gpus 8", "--gpu-type H100, for example"),
     ],
 )

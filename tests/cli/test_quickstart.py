@@ -15,6 +15,7 @@ from rlhf.api import lab
 from rlhf.commands import quickstart
 from rlhf.config.files import merge
 from rlhf.config.load import read_yaml
+from rlhf.errors import ConfigError
 
 SMALL: dict[str, dict[str, Any]] = {
     "sft": {
@@ -54,6 +55,25 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(module, "lab_config", lab_config)
     monkeypatch.setattr(lab, "PAIRS", {"train": 48, "eval": 48})
     return tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["algorithm.preset=grpo"], "ends with PPO, not grpo"),
+        (["run.out_dir=elsewhere"], "leave run.out_dir"),
+        (
+            ["algorithm.kl.coef=0", "algorithm.kl.controller.type=fixed", "reference.measure=false"],
+            "leave run.out_dir and reference.measure out",
+        ),
+    ],
+)
+def test_a_last_stage_that_cannot_be_summarized_is_refused_before_the_first(
+    small: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(small, *overrides)
+    assert not small.exists()
 
 
 def test_the_stages_fit_together_overrides_reach_ppo_and_a_second_run_does_nothing_again(small: Path) -> None:

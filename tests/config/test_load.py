@@ -140,6 +140,7 @@ def test_exponents_without_a_dot_are_numbers() -> None:
     config = train_config(merge(base(), parse_overrides(["policy.lr=1e-6"])))
     assert config.policy.lr == 1e-6
     assert parse_yaml("[1e-3, -2E+5, 1e3x, '1e3', e3]") == [1e-3, -2e5, "1e3x", "1e3", "e3"]
+    assert parse_yaml("[1.5e3, -.5e2, 2.e1, .e3, '1.5e3']") == [1500.0, -50.0, 20.0, ".e3", "1.5e3"]
 
 
 def test_compile_was_removed_and_files_that_have_it_off_still_load() -> None:
@@ -153,7 +154,9 @@ def test_compile_was_removed_and_files_that_have_it_off_still_load() -> None:
 
 def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
     """PyYAML would write the text 1e3 without quotes, and then it would be read as the number."""
-    settings = {"kwargs": {"text": "1e3", "number": 1e3, "small": 1e-7, "version": "1.0", "flag": "no"}}
+    settings = {
+        "kwargs": {"text": "1e3", "dotted": "1.5e3", "number": 1e3, "small": 1e-7, "version": "1.0", "flag": "no"}
+    }
     assert parse_yaml(format_yaml(settings)) == settings
 
 
@@ -501,6 +504,51 @@ def test_odd_yaml_is_one_plain_error(tmp_path: Path, text: str, message: str) ->
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_any(tmp_path / "c.yaml")
+
+
+def test_a_short_form_is_a_section_to_what_goes_over_it() -> None:
+    """Otherwise a setting of the section would drop what the short form has set."""
+    reward = {"model": {"model": "m"}, "data": {"preferences": {"path": "p"}}, "ensemble": 4}
+    tree = merge_overrides(reward, parse_overrides(["ensemble.backbone=separate"]))
+    assert validate(RewardModelConfig, tree).ensemble.size == 4
+    corrected = base(preset="grpo") | {"sampling": {"completions_per_prompt": 4, "correction": "token_truncate"}}
+    tree = merge_overrides(corrected, parse_overrides(["sampling.correction.cap=3"]))
+    assert dump(train_config(tree))["sampling"]["correction"] == {"type": "token_truncate", "cap": 3.0}
+    tree = merge_overrides(tree, parse_overrides(["sampling.correction=token_mask"]))
+    assert dump(train_config(tree))["sampling"]["correction"]["type"] == "token_mask"
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("algorithm.advantage=gae", "algorithm.advantage: is a section, not 'gae': set algorithm.advantage.type=gae"),
+        ("reward.source=null", "reward.source: is a section, not None: set reward.source.type=TYPE, one of ensemble"),
+        ("sampling.correction={cap: 3}", "sampling.correction: set its type, one of none, token_truncate"),
+        ("policy.betas=[0.9, 1.5]", "policy.betas.1: Input should be less than 1"),
+    ],
+)
+def test_a_section_without_its_type_and_a_decay_rate_above_1_are_named(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        train_config(merge_overrides(base(preset="ppo"), parse_overrides([override])))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, is_unread",
+    [
+        ({"prompts": {"path": "p", "stream": True}}, True),
+        ({"prompts": {"sources": {"a": {"path": "p"}, "b": {"path": "q"}}}}, True),
+        ({"prompts": {"path": "p", "part": [0, 0.5]}}, True),
+        ({"prompts": {"path": "p", "stream": True}, "eval_prompts": {"path": "e"}}, False),
+        ({"prompts": {"path": "p"}}, False),
+    ],
+)
+def test_rows_that_are_not_held_out_are_told(change: dict[str, Any], is_unread: bool) -> None:
+    config = train_config(base(preset="ppo") | {"data": change | {"holdout": 0.1}})
+    notes = [note for note in unread_warnings(config) if note.startswith("data.holdout is set, but data.prompts is")]
+    assert len(notes) == is_unread
+    again = train_config(dump(config))
+    assert unread_warnings(again) == unread_warnings(config)
 
 
 def test_a_date_is_text_and_so_the_same_when_it_is_read_again() -> None:

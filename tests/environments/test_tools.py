@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, Optional
 
 import pytest
 
@@ -54,6 +54,16 @@ def test_a_tool_is_read_from_hints_and_docstring() -> None:
 
     with pytest.raises(ValueError, match="type hint for its argument 'x'"):
         tool_of(unhinted)
+
+
+def test_an_optional_argument_and_a_choice_have_the_type_of_their_values() -> None:
+    def search(top: int | None, near: Optional[list[int]], unit: Literal["m", "km"], either: int | str) -> None:  # noqa: UP045
+        """Search."""
+
+    properties = tool_of(search).schema()["function"]["parameters"]["properties"]
+    assert [properties[name]["type"] for name in ("top", "near", "unit", "either")] == [
+        "integer", "array", "string", "string",
+    ]  # fmt: skip
 
 
 def test_calls_are_read_from_text() -> None:

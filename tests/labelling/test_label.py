@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -307,6 +309,49 @@ def test_labels_of_another_judge_are_not_taken(folder: Path) -> None:
     with pytest.raises(DataError, match="labels of another judge"):
         label(config)
     label(config, resume=False)
+
+
+@pytest.mark.parametrize("change", ["code", "weights"])
+def test_labels_that_the_judge_gave_when_it_was_another_are_not_taken(folder: Path, change: str) -> None:
+    judge, changed = folder / "mine.py", folder / "mine.py"
+    judge.write_text("def score(completions):\n    return [len(text) for text in completions]\n")
+    target = f"{judge}:score"
+    if change == "weights":
+        model = write_reward_model(folder)
+        target, changed = str(model), next(model.glob("*.safetensors"))
+    settings = label_settings(str(folder / "completions.jsonl"), judge=target, out=str(folder / "pairs.jsonl"))
+    label(settings)
+    label(settings)
+    content = bytearray(changed.read_bytes())
+    changed.write_bytes(content + b"#\n" if change == "code" else content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(DataError, match="gave with other code or other weights"):
+        label(settings)
+    assert label(settings, resume=False).written
+
+
+def test_a_function_of_another_process_is_another_judge(tmp_path: Path) -> None:
+    """Both are called python:lambda there."""
+    for body in ("len(text)", "-len(text)"):
+        program = (
+            "import rlhf\nrows = [{'prompt': 'red', 'completions': ['good', 'bad bad']}]\n"
+            f"judge = lambda completions: [{body} for text in completions]\n"
+            f"rlhf.label(rows, judge=judge, out={str(tmp_path / 'pairs.jsonl')!r}, quiet=True)\n"
+        )
+        (tmp_path / "label.py").write_text(program)
+        done = subprocess.run([sys.executable, tmp_path / "label.py"], capture_output=True, text=True, check=False)
+        assert ("other code or other weights" in done.stderr) == body.startswith("-"), done.stderr
+
+
+def test_a_judge_that_reads_other_columns_is_asked_when_they_change(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def grade(completion, row):\n    return float(completion == row['answer'])\n")
+    source = {"type": "verifier", "name": f"{tmp_path / 'mine.py'}:grade", "workers": 1}
+    chosen = []
+    for answer in ("good", "bad"):
+        path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completions": ["good", "bad"], "answer": answer}])
+        tree = {"completions": {"path": str(path)}, "judge": {"type": "scores", "source": source}}
+        label(LabelConfig.model_validate({**tree, "out": str(tmp_path / "pairs.jsonl")}))
+        chosen += [row["chosen"] for row in written(tmp_path / "pairs.jsonl")]
+    assert chosen == ["good", "bad"]
 
 
 def test_a_conversation_stays_one(tmp_path: Path) -> None:

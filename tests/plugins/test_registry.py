@@ -67,7 +67,7 @@ def test_a_member_is_chosen_by_its_type_and_the_default_needs_none() -> None:
     [
         ({"shape": {"type": "squere"}}, "shape.type: 'squere' is not one of circle, square; did you mean square?"),
         ({"others": [{"type": "square"}]}, "others.0.type: 'square' is not one of circle"),
-        ({"others": [{}]}, "others.0: Unable to extract tag"),
+        ({"others": [{}]}, "others.0: set its type, one of circle"),
         ({"shape": {"type": "circle", "radios": 1}}, "shape.radios: unknown key; did you mean radius?"),
         ({"shape": {"type": "circle", "radius": 0}}, "shape.radius: Input should be greater than 0"),
         ({"shape": {"type": "square", "radius": 1}}, "shape.radius: unknown key"),

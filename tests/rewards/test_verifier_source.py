@@ -77,6 +77,17 @@ def test_named_rewards_are_weighted_and_logged(tmp_path: Path) -> None:
     assert "part/verifier/seconds/mean" not in metrics
 
 
+def test_a_weight_of_a_reward_that_the_grader_does_not_give_is_refused() -> None:
+    with pytest.raises(ConfigError, match="json gives no reward 'parse'; did you mean parses"):
+        source(name="json", weights={"parse": 0.5})
+    for settings in (
+        {"name": "json", "weights": {"full": 1, "parses": 0, "math": 2}},  # a row may name math
+        {"name": "my.py:grade", "weights": {"parse": 0.5}},  # whose names are not known before it grades
+        {"grader": {"type": "json"}, "graders": {"other": {"type": "choice"}}, "weights": {"other": 2}},
+    ):
+        assert source(**settings).weights
+
+
 def test_rows_pick_their_grader_and_names_that_do_not_apply_are_left_out() -> None:
     reward = built(
         name="regex",
