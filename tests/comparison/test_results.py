@@ -6,8 +6,7 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from rlhf.comparison.costs import Costs
 from rlhf.comparison.page import difference_table, reward_hacking_points, seed_means, styles, win_matrix
 from rlhf.comparison.plan import read_plan
 from rlhf.comparison.results import MEASURES, ArmBudget, ComparisonResults, Evaluation, FrontierPoint, Measures
-from rlhf.comparison.scheduler import failure_of
+from rlhf.comparison.scheduler import CellProcess, failure_of
 from rlhf.comparison.summary import budget_in_words, equal_kl_table, format_gain, notes, ranking, verdict
 from rlhf.comparison.trial import Judgment
 from rlhf.config.load import compare_config, read_yaml
@@ -284,28 +283,36 @@ class TestInABrowser:
         assert measured["first"]["line"] != measured["second"]["line"]
 
 
-def test_control_c_stops_the_command_and_its_cells_which_save(tmp_path: Path) -> None:
-    """As a terminal sends it: to every process of the group at once."""
+@pytest.mark.usefixtures("warm_start")
+def test_control_c_stops_the_command_and_its_cells_which_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a terminal sends it: to the command and to its cells at once."""
     tree = compare_tree(tmp_path, seeds=[0], budget={"completions": 32000}, evaluations=1, jobs=2)
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**tree, "arms": {"ppo": {}, "again": {}}}))
-    command = [sys.executable, "-m", "rlhf", "compare", str(tmp_path / "c.yaml")]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
     cells = [tmp_path / "compare" / arm / "seed-0" for arm in ("ppo", "again")]
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and any(len(list(read_jsonl(cell / "costs.jsonl"))) < 3 for cell in cells):
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    assert "the same command continues" in out
-    assert "Traceback" not in out + err
+    started: list[CellProcess] = []
+
+    def start(*args: Any, **kwargs: Any) -> CellProcess:
+        started.append(CellProcess(*args, **kwargs))
+        return started[-1]
+
+    def interrupt_when_all_are_under_way() -> None:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and any(len(list(read_jsonl(cell / "costs.jsonl"))) < 3 for cell in cells):
+            time.sleep(0.05)
+        for cell in started:
+            cell.process.send_signal(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("rlhf.api.comparing.CellProcess", start)
+    waiting = threading.Thread(target=interrupt_when_all_are_under_way)
+    waiting.start()
+    assert main(["compare", str(tmp_path / "c.yaml")]) == 0
+    waiting.join()
+    printed = capsys.readouterr()
+    assert "the same command continues" in printed.out
+    assert "Traceback" not in printed.out + printed.err
     results = json.loads((tmp_path / "compare" / "results.json").read_text())
     for cell in cells:
         steps = [row["step"] for row in read_jsonl(cell / "costs.jsonl")]

@@ -147,6 +147,19 @@ def test_a_large_kl_coefficient_holds_the_policy(tmp_path: Path) -> None:
     assert penalized < 0.25 * free
 
 
+def test_adaptive_kl_moves_the_coefficient_by_the_kl_of_each_step(tmp_path: Path) -> None:
+    """Ziegler et al. 2019, sec. 2.2: times 1 + clip(KL / target - 1, -0.2, 0.2) · completions / horizon."""
+    controller = "{type: adaptive, target: 0.5, horizon: 100}"
+    run = trained(tree_of(tmp_path, "ppo"), f"algorithm.kl={{coef: 0.05, controller: {controller}}}")
+    rows = metrics(tmp_path)[1:]
+    errors = [min(max(row["kl/reference"] / 0.5 - 1, -0.2), 0.2) for row in rows]
+    assert min(errors) == -0.2
+    assert max(errors) == 0.2
+    expected = [row["kl/coef"] * (1 + error * 16 / 100) for row, error in zip(rows, errors, strict=True)]
+    assert [*[row["kl/coef"] for row in rows[1:]], run.coefs.kl] == pytest.approx(expected)
+
+
+@pytest.mark.slow
 def test_adaptive_kl_moves_the_coefficient_towards_its_target(tmp_path: Path) -> None:
     tree = tree_of(tmp_path, "ppo")
     controller = "{type: adaptive, target: 1.0, horizon: 100}"

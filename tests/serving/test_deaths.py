@@ -19,6 +19,7 @@ from torch import Tensor
 from rlhf.errors import SamplingError
 from rlhf.sampling.service import PolicyService
 from rlhf.training.online import train
+from rlhf.training.online_run import OnlineRun
 
 STEPS = ("schedule.steps=60", "checkpoint.every=0")
 GRPO = ("algorithm.preset=grpo", "sampling.completions_per_prompt=4", "eval.every=0")
@@ -59,15 +60,22 @@ def tree_of(folder: Path, model: Path, *urls: str, **server: Any) -> dict[str, A
     return ppo_tree(folder, policy={"model": str(model)}, sampling=served(*urls, **server))
 
 
-def same(one: Any, other: Any) -> bool:
-    return largest_difference(weights(one.models.policy), weights(other.models.policy)) == 0.0
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """The weights after a run whose one server lives."""
+    folder = tmp_path_factory.mktemp("calm")
+    model = make_model(folder / "model")
+    with listening(service_of(model)) as url:
+        return weights(trained(tree_of(folder / "run", model, url), *GRPO).models.policy)
+
+
+def same(expected: dict[str, Tensor], run: OnlineRun) -> bool:
+    return largest_difference(expected, weights(run.models.policy)) == 0.0
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_five_kills_in_mid_rollout_change_nothing(tmp_path: Path) -> None:
+def test_five_kills_in_mid_rollout_change_nothing(tmp_path: Path, calm: dict[str, Tensor]) -> None:
     model = make_model(tmp_path / "model")
-    with listening(service_of(model)) as url:
-        calm = trained(tree_of(tmp_path / "calm", model, url), *GRPO)
     mortal = Mortal(model, dies_at={3, 6, 9, 13, 14})
     with listening(mortal) as url:
         hard = trained(tree_of(tmp_path / "hard", model, url), *GRPO)
@@ -75,10 +83,8 @@ def test_five_kills_in_mid_rollout_change_nothing(tmp_path: Path) -> None:
     assert same(calm, hard)
 
 
-def test_one_of_two_servers_dies_for_good(tmp_path: Path) -> None:
+def test_one_of_two_servers_dies_for_good(tmp_path: Path, calm: dict[str, Tensor]) -> None:
     model = make_model(tmp_path / "model")
-    with listening(service_of(model)) as one, listening(service_of(model)) as two:
-        calm = trained(tree_of(tmp_path / "calm", model, one, two), *GRPO)
     mortal = Mortal(model, dies_at={6}, comes_back=False)
     with listening(service_of(model)) as one, listening(mortal) as two:
         hard = trained(tree_of(tmp_path / "hard", model, one, two), *GRPO)
@@ -88,10 +94,8 @@ def test_one_of_two_servers_dies_for_good(tmp_path: Path) -> None:
     assert [remote.is_alive for remote in hard.servers.remotes] == [True, False]
 
 
-def test_a_run_without_a_server_is_saved_and_continues(tmp_path: Path) -> None:
+def test_a_run_without_a_server_is_saved_and_continues(tmp_path: Path, calm: dict[str, Tensor]) -> None:
     model = make_model(tmp_path / "model")
-    with listening(service_of(model)) as url:
-        calm = trained(tree_of(tmp_path / "calm", model, url), *GRPO)
     mortal = Mortal(model, dies_at={8}, comes_back=False)
     with listening(mortal) as url:
         tree = tree_of(tmp_path / "hard", model, url, wait_s=1.0)
@@ -142,7 +146,7 @@ def test_real_processes_killed_five_times(tmp_path: Path) -> None:
     """SIGKILL at any moment, a new process in its place, on the same port."""
     model = make_model(tmp_path / "model")
     with listening(service_of(model)) as url:
-        calm = trained(tree_of(tmp_path / "calm", model, url), *GRPO, *STEPS)
+        expected = weights(trained(tree_of(tmp_path / "calm", model, url), *GRPO, *STEPS).models.policy)
     with listening(service_of(model)) as url:
         port = int(url.rsplit(":", 1)[1])
     processes, over, kills = [start_server(model, port)], threading.Event(), [0]
@@ -167,4 +171,4 @@ def test_real_processes_killed_five_times(tmp_path: Path) -> None:
             process.kill()
             process.communicate()
     assert kills == [5], "the run ended before the last kill: give it more steps"
-    assert same(calm, hard)
+    assert same(expected, hard)

@@ -10,6 +10,7 @@ import pytest
 from runs import largest_difference, make_model, trained, weights
 from servers import listening, served, service_of
 from test_deaths import Mortal
+from torch import Tensor
 
 from rlhf.config.files import merge
 
@@ -72,13 +73,23 @@ def test_weights_are_pushed_once_a_step_and_not_once_a_turn(tmp_path: Path) -> N
     assert counting.completions > 2 * counting.loads
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_servers_that_die_between_turns_change_nothing(tmp_path: Path, comes_back: bool) -> None:
-    model = make_model(tmp_path / "model")
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """The weights after episodes on two servers that live."""
+    folder = tmp_path_factory.mktemp("calm")
+    model = make_model(folder / "model")
     with listening(service_of(model)) as one, listening(service_of(model)) as two:
-        calm = play(tmp_path / "calm", model, *PRESETS["grpo"], sampling=served(one, two))
+        run = play(folder / "run", model, *PRESETS["grpo"], sampling=served(one, two))
+    return weights(run.models.policy)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_servers_that_die_between_turns_change_nothing(
+    tmp_path: Path, comes_back: bool, calm: dict[str, Tensor]
+) -> None:
+    model = make_model(tmp_path / "model")
     mortal = Mortal(model, dies_at={3, 6, 8} if comes_back else {6}, comes_back=comes_back)
     with listening(service_of(model)) as one, listening(mortal) as two:  # type: ignore[arg-type]
         hard = play(tmp_path / "hard", model, *PRESETS["grpo"], sampling=served(one, two))
     assert mortal.deaths == (3 if comes_back else 1)
-    assert largest_difference(weights(calm.models.policy), weights(hard.models.policy)) == 0.0
+    assert largest_difference(calm, weights(hard.models.policy)) == 0.0

@@ -172,7 +172,8 @@ def test_other_settings_begin_with_their_own_multiplier(tmp_path: Path) -> None:
     again.session.recorder.close()
 
 
-@pytest.mark.parametrize("preset", ["ppo_lag", pytest.param("rloo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["ppo_lag", "rloo"])
 def test_the_cost_arrives_at_its_limit(tmp_path: Path, preset: str) -> None:
     """Without a limit the policy says `good` five or six times, at a cost of 25 and more."""
     sizes = {"ppo_lag": ["batch.prompts_per_step=64"], "rloo": ["batch.prompts_per_step=16"]}[preset]
