@@ -448,12 +448,37 @@ def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[t
             return message.removeprefix("Value error, ")
         case "union_tag_not_found":
             return _without_type(mistake.get("input"), keys, models)
+        case "model_type" | "model_attributes_type":
+            return _no_section(mistake.get("input"), keys, models)
         case "union_tag_invalid":
             return _not_one_of(mistake["ctx"]["tag"], re.findall(r"'(.+?)'", mistake["ctx"]["expected_tags"]))
         case "literal_error" if isinstance(mistake.get("input"), str):
             return _not_one_of(mistake["input"], re.findall(r"'(.+?)'", mistake["ctx"]["expected"]))
         case _:
             return f"{message} (got {mistake.get('input')!r})" if keys else message
+
+
+def _no_section(value: object, keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
+    """Describe how to set a section that was given a value; the key is named that the value is likely for."""
+    if value is None:
+        return "is a section, which cannot be null: leave it out for its defaults"
+    where = ".".join(keys)
+    fields = [model.model_fields[keys[-1]] for model in models if keys and keys[-1] in model.model_fields]
+    key = _needed_key([section for field in fields for section in _sections(field.annotation)])
+    key = "preset" if isinstance(value, str) and value in PRESETS else key
+    setting = f"{where}.{key}={value}" if key else f"{where}.KEY=VALUE"
+    return f"is a section, not {value!r}: set {setting} (rlhf config FILE prints its keys)"
+
+
+def _needed_key(sections: Sequence[type[BaseModel]]) -> str:
+    """Return the first key that one of the sections needs, with the one needed within it, or `path`; empty if none."""
+    fields = {name: field for kind in sections for name, field in kind.model_fields.items()}
+    name = next((name for name, field in fields.items() if field.is_required()), "path")
+    if name not in fields:
+        return ""
+    kinds = _sections(fields[name].annotation)
+    inner = "" if any(issubclass(kind, Choice) for kind in kinds) else _needed_key(kinds)
+    return f"{name}.{inner}" if inner else name
 
 
 def _without_type(value: object, keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:

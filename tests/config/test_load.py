@@ -384,6 +384,25 @@ def test_a_section_that_nothing_reads_is_named(algorithm: str, changes: dict[str
 
 
 @pytest.mark.parametrize(
+    "change,expected",
+    [
+        ({"algorithm": "grpo"}, "algorithm: is a section, not 'grpo': set algorithm.preset=grpo"),
+        ({"policy": "model"}, "policy: is a section, not 'model': set policy.model=model"),
+        ({"data": "p.jsonl"}, "data: is a section, not 'p.jsonl': set data.prompts.path=p.jsonl"),
+        ({"schedule": 10}, "schedule: is a section, not 10: set schedule.KEY=VALUE"),
+        ({"reward": "vader"}, "reward: is a section, not 'vader': set reward.source=vader"),
+        ({"critic": None}, "critic: is a section, which cannot be null: leave it out for its defaults"),
+    ],
+)
+def test_a_value_in_place_of_a_section_is_told_with_the_key_that_it_is_for(
+    change: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        train_config({**base(), **change})
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
     "environment,sampling", [({"max_turns": 1}, {}), ({}, {"backend": "hf"}), ({}, {"backend": "fast"})]
 )
 def test_a_prefix_cache_that_nothing_reads_is_named(environment: dict[str, Any], sampling: dict[str, Any]) -> None:
