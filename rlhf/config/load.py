@@ -417,8 +417,10 @@ def _changed_fields(section: Section) -> set[str]:
 
 def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:
     keys, models = _walk(kind, mistake["loc"])
-    if mistake["type"] == "value_error" and keys and any(_is_tagged(model, keys[-1]) for model in models):
+    members = [model for model in models if keys and _is_tagged(model, keys[-1])]
+    if mistake["type"] in ("value_error", "model_type") and members:
         keys.pop()  # a whole member of a union is wrong, and its tag is not a key that the user wrote
+        models = members
     if mistake["type"] == "union_tag_invalid":
         keys.append("type")
     where = ".".join(keys)
@@ -448,7 +450,7 @@ def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[t
             return message.removeprefix("Value error, ")
         case "union_tag_not_found":
             return _without_type(mistake.get("input"), keys, models)
-        case "model_type" | "model_attributes_type":
+        case "model_type":
             return _no_section(mistake.get("input"), keys, models)
         case "union_tag_invalid":
             return _not_one_of(mistake["ctx"]["tag"], re.findall(r"'(.+?)'", mistake["ctx"]["expected_tags"]))
@@ -464,7 +466,7 @@ def _no_section(value: object, keys: Sequence[str], models: Sequence[type[BaseMo
         return "is a section, which cannot be null: leave it out for its defaults"
     where = ".".join(keys)
     fields = [model.model_fields[keys[-1]] for model in models if keys and keys[-1] in model.model_fields]
-    key = _needed_key([section for field in fields for section in _sections(field.annotation)])
+    key = _needed_key([section for field in fields for section in _sections(field.annotation)] or models)
     key = "preset" if isinstance(value, str) and value in PRESETS else key
     setting = f"{where}.{key}={value}" if key else f"{where}.KEY=VALUE"
     return f"is a section, not {value!r}: set {setting} (rlhf config FILE prints its keys)"

@@ -391,6 +391,7 @@ def test_a_section_that_nothing_reads_is_named(algorithm: str, changes: dict[str
         ({"data": "p.jsonl"}, "data: is a section, not 'p.jsonl': set data.prompts.path=p.jsonl"),
         ({"schedule": 10}, "schedule: is a section, not 10: set schedule.KEY=VALUE"),
         ({"reward": "vader"}, "reward: is a section, not 'vader': set reward.source=vader"),
+        ({"teacher": "m"}, "teacher: is a section, not 'm': set teacher.model=m"),
         ({"critic": None}, "critic: is a section, which cannot be null: leave it out for its defaults"),
     ],
 )
