@@ -18,6 +18,7 @@ import runs
 import torch
 import yaml
 from pretend import PretendDevice
+from trials import tried_once
 
 from rlhf.config.files import merge
 from rlhf.config.load import load_reward_model
@@ -125,7 +126,8 @@ def reward_model(folder: Path, device: str) -> tuple[list[dict[str, float]], Ses
     }
     path = folder / f"rm-{device}.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    built = build_reward_model(load_reward_model(path, []), runs.quiet())
+    with tried_once():
+        built = build_reward_model(load_reward_model(path, []), runs.quiet())
     train_offline(built.run)
     built.run.session.recorder.close()
     return metrics_of(out), built.run.session
