@@ -16,6 +16,7 @@ import word_rewards
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trials import tried_once
 from word_rewards import count_good as count_good  # these three are names of this module too
 from word_rewards import count_words as count_words
 from word_rewards import golds as golds
@@ -167,7 +168,8 @@ def ppo_tree(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def online(tree: dict[str, Any], *overrides: str) -> OnlineRun:
     """The run that the tree and `key=value` overrides describe."""
-    return build_online(train_config(merge(tree, parse_overrides(overrides))), quiet())
+    with tried_once():
+        return build_online(train_config(merge(tree, parse_overrides(overrides))), quiet())
 
 
 def trained(tree: dict[str, Any], *overrides: str) -> OnlineRun:
@@ -180,7 +182,8 @@ def trained(tree: dict[str, Any], *overrides: str) -> OnlineRun:
 
 def offline(tree: dict[str, Any], *overrides: str) -> OfflineRun:
     """The offline run that the tree and `key=value` overrides describe."""
-    return build_offline(train_config(merge(tree, parse_overrides(overrides))), quiet())
+    with tried_once():
+        return build_offline(train_config(merge(tree, parse_overrides(overrides))), quiet())
 
 
 def trained_offline(tree: dict[str, Any], *overrides: str) -> OfflineRun:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -29,6 +30,7 @@ from rlhf.process import silence_libraries
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = ("rlhf", "rlhf.comparison")  # what is started warm, by `python -m`
 IMPORTED = ("rlhf.cli", "rlhf.api.training", "rlhf.comparison.trial", "rlhf.factory.reward_model")
+SAVING = "deepspeed"  # transformers imports it, if it is installed, to save a model
 SET_CHILD_SUBREAPER = 36  # of prctl
 LIMIT = 2**20  # bytes of a request
 
@@ -149,6 +151,8 @@ def _main(descriptor: int) -> None:
     silence_libraries()
     for name in IMPORTED:
         importlib.import_module(name)
+    if importlib.util.find_spec(SAVING) is not None:
+        importlib.import_module(SAVING)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 from runs import ppo_tree, quiet, write_rows
+from trials import tried_once
 
 from rlhf.api.comparing import run_compare
 from rlhf.comparison.plan import Cell, Plan, make_plan
@@ -66,7 +67,8 @@ def plan_of(tree: dict[str, Any]) -> Plan:
 def here(cell: Cell) -> Outcome:
     """The cell in this process."""
     try:
-        return "done" if run_cell(cell, quiet()) else "interrupted"
+        with tried_once():
+            return "done" if run_cell(cell, quiet()) else "interrupted"
     except UserError as error:
         record_failure(cell.folder, str(error))
         return "failed"

@@ -18,6 +18,7 @@ import runs
 import torch
 import yaml
 from pretend import PretendDevice
+from trials import tried_once
 
 from rlhf.config.files import merge
 from rlhf.config.load import load_reward_model
@@ -28,20 +29,20 @@ from rlhf.training.session import Session
 Tree = dict[str, Any]
 
 BARE = {"checkpoint": {"every": 0}, "schedule": {"steps": 2}, "eval": {"every": 0}}
-ONLINE: dict[str, Tree] = {
+ONLINE: dict[str, Tree] = {  # what has no part in common is in one run
     "ppo": {},
-    "ppo, shared critic": {"critic": {"shared": True, "init": "auto"}},
+    "ppo, shared critic, reward in parts": {
+        "critic": {"shared": True, "init": "auto"},
+        "overlap": {"reward_parts": 2},
+    },
     "ppo, lora": {"policy": {"lora": {"r": 2}}},
-    "ppo, gradient checkpointing": {"policy": {"gradient_checkpointing": True}},
-    "ppo, ahead": {"overlap": {"ahead": True}},
-    "ppo, reward in parts": {"overlap": {"reward_parts": 2}},
-    "ppo, transformers": {"sampling": {"backend": "hf"}},
-    "ppo, padded": {"policy": {"packing": "off"}},
+    "ppo, gradient checkpointing, ahead": {"policy": {"gradient_checkpointing": True}, "overlap": {"ahead": True}},
+    "ppo, transformers, padded": {"sampling": {"backend": "hf"}, "policy": {"packing": "off"}},
     "grpo": {},
     "online_dpo": {},
     "remax": {},
 }
-EVALUATED = ("ppo", "ppo, transformers", "grpo")
+EVALUATED = "grpo"  # the one run that evaluates
 OFFLINE: dict[str, Tree] = {
     "sft": {},
     "dpo": {},
@@ -59,7 +60,7 @@ def online_tree(folder: Path, name: str) -> Tree:
     tree = merge(runs.ppo_tree(folder), BARE)
     tree["policy"]["lr"] = 1e-3
     tree["batch"]["epochs"] = 1
-    if name not in EVALUATED:
+    if name != EVALUATED:
         tree["data"]["eval_prompts"] = None
     if preset != "ppo":
         tree["algorithm"] = {"preset": preset}
@@ -125,7 +126,8 @@ def reward_model(folder: Path, device: str) -> tuple[list[dict[str, float]], Ses
     }
     path = folder / f"rm-{device}.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    built = build_reward_model(load_reward_model(path, []), runs.quiet())
+    with tried_once():
+        built = build_reward_model(load_reward_model(path, []), runs.quiet())
     train_offline(built.run)
     built.run.session.recorder.close()
     return metrics_of(out), built.run.session
