@@ -66,6 +66,7 @@ class RunContext:
     streams: dict[str, MixedStream[Any, Any]] = field(default_factory=dict)  # mixed and streamed data, by section
     repeats_prompts: bool = False  # the data has fewer prompts than a step takes
     leaves_out_template: bool = False  # the model has a chat template that data.chat_template=none does not use
+    log: Callable[[str], None] | None = None  # of the recorder, once the notes are logged
 
     @property
     def seed(self) -> int:
@@ -75,6 +76,14 @@ class RunContext:
     def announce(self, text: str) -> None:
         """Print a message at once, before the run begins."""
         self.view.note(text)
+
+    def note(self, text: str) -> None:
+        """Log a message once: when the run begins, or at once if it has begun, as when the first rollout is sampled."""
+        if text in self.notes:
+            return
+        self.notes.append(text)
+        if self.log is not None:
+            self.log(text)
 
     @property
     def is_other_run(self) -> bool:
@@ -203,6 +212,7 @@ class RunContext:
             stream.report_to(recorder.note)
         for message in [*self.notes, *self.engine.notes, *messages]:
             recorder.note(message)
+        self.log = recorder.note
 
     def _open_health(self, recorder: Recorder) -> HealthMonitor:
         """Open the alarms of the run, which have seen its metrics so far."""

@@ -84,7 +84,7 @@ def build_prefetcher(
     _check_ahead(config, context.engine)
     policy_copy = freeze(copy.deepcopy(models.policy))
     group_size = config.sampling.completions_per_prompt
-    sampler = build_sampler(config, replace(models, policy=policy_copy), tokenizer, servers=servers)
+    sampler = build_sampler(config, replace(models, policy=policy_copy), tokenizer, context.note, servers=servers)
 
     def draw(step: int) -> Completions:
         return sampler.sample(prompts.batch(step), key=sampling_key(config, step), group_size=group_size)
@@ -245,7 +245,7 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
     identify_process(config.reward.process, context)
     cost = _build_cost(config, context, tokenizer)
     servers = build_servers(config, tokenizer, context.folder.path, context.notes.append)
-    sampler = build_sampler(config, models, tokenizer, context.notes.append, servers=servers)
+    sampler = build_sampler(config, models, tokenizer, context.note, servers=servers)
     saved = _load_checkpoint(context, models)
     trained = _build_trained(config, models, context)
     fast_ways = fast_ways or models.fast_ways()  # under ZeRO-3 only DeepSpeed's hooks make weights whole

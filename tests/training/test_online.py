@@ -15,6 +15,7 @@ from runs import largest_difference, online, ppo_tree, trained, weights, write_r
 from rlhf.algorithms.sft import Sft
 from rlhf.models.policy_models import Models
 from rlhf.rewards.source import RewardSource
+from rlhf.sampling.fast.kv_cache import UnsupportedModel
 from rlhf.training.losses import DemonstrationLoss
 from rlhf.training.online import train
 from rlhf.training.online_run import OnlineRun, row_order
@@ -42,6 +43,19 @@ class TiesAfter:
 
 def lines(run: OnlineRun) -> list[dict[str, Any]]:
     return run.session.recorder.folder.read_metrics()
+
+
+def test_a_run_tells_why_it_samples_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds out in its first rollout, when the notes of its start are logged."""
+
+    def refuses(*_: object, **__: object) -> None:
+        raise UnsupportedModel("it is a test")
+
+    monkeypatch.setattr("rlhf.sampling.fast.engine.verify_decoder", refuses)
+    run = trained(ppo_tree(tmp_path), "schedule.steps=1", "overlap.ahead=true")  # two samplers
+    notes = [json.loads(line)["text"] for line in run.session.recorder.folder.notes.read_text().splitlines()]
+    reason = "sampling with transformers' generate, which is slower: it is a test"
+    assert [note for note in notes if "generate" in note] == [reason]
 
 
 def test_a_step_in_which_every_group_ties_leaves_the_policy_where_it_is(tmp_path: Path) -> None:
