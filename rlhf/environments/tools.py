@@ -71,7 +71,7 @@ def tool_of(function: Callable[..., Any], name: str = "") -> Tool:
 
 
 def _json_type(hint: Any) -> str:
-    """Return the JSON type of a hint: of `int | None` that of int, of a choice that of its values."""
+    """Return the JSON type of a hint; None beside another type is left out, and a choice has the type of its values."""
     origin = get_origin(hint)
     if origin not in (Union, UnionType, Literal):
         return TYPES.get(origin or hint, "string")

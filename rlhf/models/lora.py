@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlhf.config.weights import LoraConfig
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, did_you_mean
 from rlhf.models.kernels.quantized import QuantizedLinear, shapes_alone
 from rlhf.models.stored import make_dense
 
@@ -29,11 +29,12 @@ def peft_settings(model: nn.Module, config: LoraConfig, task: str | None) -> Any
         task: peft's name of what the model does, CAUSAL_LM or SEQ_CLS.
 
     Raises:
-        ConfigError: a preset of target_modules names no module, or a module to save shares its weight.
+        ConfigError: a module that is named is not there, or one to save shares its weight.
     """
     from peft import LoraConfig as Settings
 
     target = config.target_modules
+    _check_named(model, config)
     _check_saved(model, config.modules_to_save)
     return Settings(
         r=config.r,
@@ -64,6 +65,23 @@ def _of_half(model: nn.Module, half: str) -> list[str]:
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0].rpartition(".")[2].lower()
+
+
+def _check_named(model: nn.Module, config: LoraConfig) -> None:
+    """Check that each module that is named is there: peft leaves out those that are not, if it finds another.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    paths = [path for path, _ in model.named_modules()]
+    last = sorted({path.rpartition(".")[2] for path in paths})
+    targets = config.target_modules if isinstance(config.target_modules, list) else []
+    for key, names in (("target_modules", targets), ("modules_to_save", config.modules_to_save)):
+        for name in names:
+            if not any(f".{path}".endswith(f".{name}") for path in paths):
+                raise ConfigError(
+                    f"lora.{key} has {name!r}, and {type(model).__name__} has no such module{did_you_mean(name, last)}"
+                )
 
 
 def _check_saved(model: nn.Module, names: list[str]) -> None:

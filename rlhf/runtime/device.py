@@ -29,7 +29,7 @@ def choose_device(name: str, *, key: str) -> torch.device:
     auto never chooses an Apple GPU (mps): nothing of this project was ever run on one, and a CPU is known to be right.
 
     Raises:
-        ConfigError: a device is named that torch does not see.
+        ConfigError: a device is named that torch does not know or see.
     """
     match name:
         case "auto":
@@ -39,7 +39,10 @@ def choose_device(name: str, *, key: str) -> torch.device:
         case "mps" if not torch.backends.mps.is_available():
             raise ConfigError(f"{key} is mps but torch sees no Apple GPU; set {key}=cpu or auto")
         case _:
-            return torch.device(name)
+            try:
+                return torch.device(name)
+            except RuntimeError as error:
+                raise ConfigError(f"{key} is {name}, which is no device: set {key}=cpu, cuda or auto") from error
 
 
 def empty_cache() -> None:

@@ -160,6 +160,15 @@ def test_presets_of_targets_and_what_cannot_be_saved_whole() -> None:
         add_lora(tiny("gpt2"), LoraConfig(r=2, target_modules="mlp"))
 
 
+def test_a_named_module_that_is_not_there_is_told() -> None:
+    """Peft would train the others alone, and end in its own error without any."""
+    with pytest.raises(ConfigError, match=r"lora\.target_modules has 'v_porj', .* no such module; did you mean v_proj"):
+        add_lora(tiny(), LoraConfig(r=2, target_modules=["q_proj", "v_porj"]))
+    with pytest.raises(ConfigError, match=r"lora\.modules_to_save has 'embed'"):
+        add_lora(tiny(), LoraConfig(r=2, modules_to_save=["embed"]))
+    add_lora(tiny(), LoraConfig(r=2, target_modules=["0.self_attn.q_proj"]))
+
+
 def test_rslora_dora_and_modules_that_are_trained_whole() -> None:
     scaled = add_lora(tiny(), LoraConfig(r=4, alpha=8.0, rslora=True))
     layer: Any = next(module for module in scaled.modules() if hasattr(module, "lora_A"))

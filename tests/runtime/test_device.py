@@ -65,6 +65,11 @@ def test_a_device_that_is_not_there_is_told(machine: Machine, name: str, message
         make_engine(RunConfig(device=name))
 
 
+def test_a_name_that_is_no_device_is_told() -> None:
+    with pytest.raises(ConfigError, match="--device is tpu, which is no device: set --device=cpu, cuda or auto"):
+        choose_device("tpu", key="--device")
+
+
 @pytest.fixture(params=[True, False])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the CPU has bfloat16 products."""
