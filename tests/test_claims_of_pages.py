@@ -224,6 +224,25 @@ def test_speed_beside_trl() -> None:
     assert seen == set(STEPS.values())
 
 
+def test_speed_of_adapters_beside_trl() -> None:
+    files = [read(f"side_by_side_smollm2_lora{part}.json")["trainers"] for part in ("", "_more")]
+    measured, seen = {name: trainer["memory"] for file in files for name, trainer in file.items()}, set()
+    names = {"SFT": "sft", "reward model": "reward", "DPO": "dpo", "GRPO": "grpo"}
+    for row in rows(page("docs/speed.md")):
+        name = names.get(row[0].split(",")[0])
+        if name is None or len(row) != 5:
+            continue
+        seen.add(name)
+        figures = measured[name]
+        ratio = [figures["ratio"], *figures["ratio_range"]]
+        assert wrong(numbers(row[1]), ratio[: len(numbers(row[1]))]) == [], name
+        assert wrong(numbers(row[2]), [figures["memory_share"]]) == [], name
+        assert wrong(numbers(row[3]), [figures["seconds_ours"], figures["seconds_peer"]]) == [], name
+        assert wrong(numbers(row[4].replace(",", "")), figures["peak_rss_mb"]) == [], name
+        assert figures["same_first_step"]
+    assert seen == set(measured)
+
+
 @pytest.mark.parametrize("setting", ["defaults", "memory"])
 def test_the_readme_s_sentence_on_speed(setting: str) -> None:
     text = page("README.md").split("## Speed")[1].split("##")[0].replace("\n", " ")
