@@ -245,8 +245,12 @@ def test_a_command_that_is_not_run_is_one_that_could_be(
             shared = (ROOT / words[1]).parent.glob("*/*.py")  # sizes of a step are options too: a field is `rows: int`
             source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / words[1], *shared))
             options = [word.partition("=")[0] for word in words[2:] if word.startswith("--")]
-            known = [word for word in options if f'"{word}"' in source or f"    {word[2:]}: int" in source]
+            known = [word for word in options if f'"{word}"' in source or f"    {field_of(word)}: int" in source]
             assert [option for option in options if option not in known] == [], f"{page.name}: {command}"
+
+
+def field_of(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
 
 
 def check_words(words: list[str]) -> None:
