@@ -82,8 +82,8 @@ def token_weights(
 
         how             weight        denominator      used by
         token_mean      1             tokens           PPO, DAPO
-        sequence_mean   1 / length    completions      GRPO, GSPO
-        sequence_sum    1             completions      REINFORCE, RLOO
+        sequence_mean   1 / length    completions      GRPO, GSPO, RLOO
+        sequence_sum    1             completions      REINFORCE, ReMax
         constant        1 / T_max     completions      Dr. GRPO
 
     Rows without a live token do not count. Denominators add up over micro-batches and ranks; that of no tokens is 0.

@@ -97,11 +97,12 @@ class Lagrange(Section):
 
     def check(self, algorithm: online.Online) -> None:
         """Check that the algorithm goes with a multiplier; a ValueError says what to set."""
-        if algorithm.rescue is not None:
-            raise ValueError(
-                "algorithm.rescue tells successes by their score, which the multiplier of algorithm.lagrange moves: "
-                "remove one of the two"
-            )
+        for name in ("rescue", "curriculum"):
+            if getattr(algorithm, name) is not None:
+                raise ValueError(
+                    f"algorithm.{name} tells successes by their score, which the multiplier of algorithm.lagrange "
+                    "moves: remove one of the two"
+                )
 
     def combine(
         self, scores: Float[Tensor, "*shape"], costs: Float[Tensor, "*shape"], multiplier: float

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rlhf.algorithms import online
     from rlhf.algorithms.advantage import StepSizes
 
+LARGEST_COEF_CHANGE = 1e6  # of the coefficient against its start, both ways: at 0 or infinity it would stay
+
 preset("ppo_penalty", {"algorithm": {**CRITIC, "policy_loss": {"type": "penalty"}}})
 
 
@@ -25,7 +27,8 @@ class PenaltyLoss(TokenLoss):
     ratio: RatioLevel = "token"
     """As in the clipped loss."""
     coef: Positive = 1.0
-    """Initial coefficient of KL(old || new); it may rise or fall by `factor` after each step."""
+    """Initial coefficient of KL(old || new); it may rise or fall by `factor` after each step, and stays within a
+    millionth and a million times this."""
     target: Positive = 0.01
     """Target KL(old || new), nats per token; above band x target the coefficient rises, below target / band falls."""
     band: Annotated[float, Field(gt=1)] = 1.5
@@ -88,10 +91,10 @@ class PenaltyLoss(TokenLoss):
         """Return the coefficient of the penalty for the next step (Schulman et al. 2017, sec. 4).
 
         It is divided by `factor` where KL < target / band and multiplied by it where KL > target * band; both are in
-        nats per token.
+        nats per token. It stays within a millionth and a million times its start.
         """
         if kl < self.target / self.band:
-            return coef / self.factor
+            return max(coef / self.factor, self.coef / LARGEST_COEF_CHANGE)
         if kl > self.target * self.band:
-            return coef * self.factor
+            return min(coef * self.factor, self.coef * LARGEST_COEF_CHANGE)
         return coef

@@ -77,6 +77,11 @@ class IfevalSuite(AnswerSuite):
             raise ValueError(f"best_of is {self.best_of}, but nothing picks the best: set source")
         return self
 
+    @property
+    def ignores_seed(self) -> bool:
+        """Return whether the answers are the most likely ones; the best of several is sampled."""
+        return self.greedy and self.best_of == 1
+
     def models(self) -> Iterator[tuple[str, str]]:
         """Yield the reward model, if it picks the best of several answers."""
         yield from models_named(source=self.source if self.best_of > 1 else None)

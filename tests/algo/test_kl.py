@@ -146,6 +146,16 @@ def test_penalty_coefficient_by_hand(kl, expected):
     assert PenaltyLoss(target=3.0).next_coef(2.0, kl=kl) == expected
 
 
+def test_the_penalty_coefficient_comes_back_from_a_long_run_on_one_side() -> None:
+    """After 1,100 halvings it was 0, and stayed 0; after as many doublings it was infinite, and the loss NaN."""
+    loss = PenaltyLoss(coef=0.5, target=0.01)
+    lowest = highest = 0.5
+    for _ in range(1200):
+        lowest, highest = loss.next_coef(lowest, kl=0.0), loss.next_coef(highest, kl=1.0)
+    assert (lowest, highest) == (0.5e-6, 0.5e6)
+    assert loss.next_coef(lowest, kl=1.0) == 1e-6
+
+
 def test_a_kl_that_is_no_number_leaves_the_coefficients() -> None:
     """NaN went into the coefficient, and from there into every later reward."""
     controller = AdaptiveKl(target=6.0, horizon=100.0)

@@ -110,6 +110,8 @@ def test_what_does_not_go_together_is_refused() -> None:
     groups = {"sampling": {"completions_per_prompt": 4}, "algorithm": {"preset": "grpo", "lagrange": {}}}
     assert train_config(merge(TREE, groups)).algorithm.lagrange is not None
     assert "algorithm.rescue tells successes" in refused(**merge(groups, {"algorithm": {"rescue": rescue}}))
+    curriculum = {"algorithm": {"curriculum": {"type": "variance"}}}
+    assert "algorithm.curriculum tells successes" in refused(**merge(groups, curriculum))
     gdpo = {"type": "ensemble", "how": "gdpo", "sources": [{"type": "model", "path": "a"}]}
     assert "no mean to limit" in refused(reward={"cost": {"source": gdpo}})
     centered = merge(groups, {"algorithm": {"advantage": {"baseline": "centered"}}})

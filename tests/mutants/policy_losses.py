@@ -120,8 +120,8 @@ POLICY_LOSSES = [
     Mutant(
         name="penalty-coefficient-swapped",
         file="rlhf/algorithms/penalty.py",
-        before="            return coef / self.factor\n",
-        after="            return coef * self.factor\n",
+        before="            return max(coef / self.factor, ",
+        after="            return max(coef * self.factor, ",
         why="a penalty that is already too strong doubles (PPO's adaptive KL, sec. 4)",
         tests=("tests/algo/test_kl.py",),
     ),

@@ -33,6 +33,15 @@ def settings(path: Path, **more: object) -> IfevalSuite:
     return IfevalSuite.model_validate({"dataset": {"path": str(path)}, "sampling": {"max_new_tokens": 4}, **more})
 
 
+def test_only_one_most_likely_answer_is_the_same_under_every_seed(tmp_path: Path) -> None:
+    """The best of several is sampled, whatever greedy says; a comparison took one seed's figures for all seeds."""
+    path = write_rows(tmp_path / "rows.jsonl", [row("punctuation:no_comma")])
+    source = {"type": "function", "target": "rewards.py:score"}
+    assert settings(path).ignores_seed
+    assert not settings(path, best_of=2, source=source).ignores_seed
+    assert not settings(path, greedy=False).ignores_seed
+
+
 def test_accuracies_by_hand(tmp_path: Path) -> None:
     rows = [
         row("punctuation:no_comma"),  # the answer is "yes, *no*": never met
