@@ -208,8 +208,9 @@ def _subtract_baseline(groups: Float[Tensor, "N G"], baseline: Float[Tensor, "N 
 def fill_missing(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
     """Replace NaN by the mean of the other scores of its group, so that it does not move the mean.
 
-    The baseline of the others is then that without it, and its own advantage over the mean is 0. Where the others are
-    equal, it is their score to the last bit: a rounded mean may not be. A group without any score stays NaN.
+    The baseline of the other completions does not change, and the completion itself has the advantage 0 over the mean.
+    If all other scores are equal, it gets exactly this score; their mean may be rounded. A group without any score
+    stays NaN.
     """
     groups = scores.view(-1, group_size)
     lowest = torch.where(groups.isnan(), torch.inf, groups).amin(dim=1, keepdim=True)

@@ -448,9 +448,7 @@ def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[t
             return "is required; set it in the file or on the command line"
         case "value_error":
             return message.removeprefix("Value error, ")
-        case "union_tag_not_found":
-            return _without_type(mistake.get("input"), keys, models)
-        case "model_type":
+        case "union_tag_not_found" | "model_type":
             return _no_section(mistake.get("input"), keys, models)
         case "union_tag_invalid":
             return _not_one_of(mistake["ctx"]["tag"], re.findall(r"'(.+?)'", mistake["ctx"]["expected_tags"]))
@@ -461,15 +459,24 @@ def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[t
 
 
 def _no_section(value: object, keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
-    """Describe how to set a section that was given a value; the key is named that the value is likely for."""
-    if value is None:
-        return "is a section, which cannot be null: leave it out for its defaults"
-    where = ".".join(keys)
+    """Describe how to set a section that has no type, or that was given a value; the key is named that it is for."""
     fields = [model.model_fields[keys[-1]] for model in models if keys and keys[-1] in model.model_fields]
-    key = _needed_key([section for field in fields for section in _sections(field.annotation)] or models)
-    key = "preset" if isinstance(value, str) and value in PRESETS else key
-    setting = f"{where}.{key}={value}" if key else f"{where}.KEY=VALUE"
-    return f"is a section, not {value!r}: set {setting} (rlhf config FILE prints its keys)"
+    sections = [section for field in fields for section in _sections(field.annotation)] or models  # of a list: these
+    types = [str(section.model_fields["type"].default) for section in sections if issubclass(section, Choice)]
+    choices = f", one of {', '.join(types)}"
+    if isinstance(value, Mapping):
+        return f"set its type{choices}"
+    choices = choices if len(types) > 1 else ""
+    if value is None:
+        cure = f"set its type{choices}" if choices else "leave it out for its defaults"
+        return f"is a section, which cannot be null: {cure}"
+    key, example = _needed_key(sections), value
+    if keys == ["algorithm"] and value in PRESETS:
+        key = "preset"
+    elif len(types) > 1:
+        key, example = "type", value if value in types else "TYPE"
+    setting = f"{key}={example}" if key else "KEY=VALUE"
+    return f"is a section, not {value!r}: set {'.'.join(keys)}.{setting}{choices} (rlhf config FILE prints its keys)"
 
 
 def _needed_key(sections: Sequence[type[BaseModel]]) -> str:
@@ -481,18 +488,6 @@ def _needed_key(sections: Sequence[type[BaseModel]]) -> str:
     kinds = _sections(fields[name].annotation)
     inner = "" if any(issubclass(kind, Choice) for kind in kinds) else _needed_key(kinds)
     return f"{name}.{inner}" if inner else name
-
-
-def _without_type(value: object, keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
-    """Describe what a section lacks whose type is not set, or which is no section; its types are named if they are."""
-    fields = [model.model_fields[keys[-1]] for model in models if keys and keys[-1] in model.model_fields]
-    members = [section for field in fields for section in _sections(field.annotation)] or models  # of a list: these
-    types = [str(member.model_fields["type"].default) for member in members if issubclass(member, Choice)]
-    choices = f", one of {', '.join(types)}" if types else ""
-    if isinstance(value, Mapping):
-        return f"set its type{choices}"
-    where, example = ".".join(keys), value if value in types else "TYPE"
-    return f"is a section, not {value!r}: set {where}.type={example}{choices}"
 
 
 def _not_one_of(value: object, choices: Iterable[str]) -> str:

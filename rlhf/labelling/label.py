@@ -136,7 +136,7 @@ class Labels:
         """Read the verdicts of an earlier call; a line that was cut off is dropped.
 
         Raises:
-            DataError: they are those of another judge, or of other code or weights of this one.
+            DataError: another judge gave them, or this judge gave them with other code or other weights.
         """
         self.path = path
         self.judge = _identity(config.judge.model_dump(mode="json"))

@@ -206,7 +206,7 @@ def collect(
 
 
 def _mean_score(scores: Scores) -> Mean:
-    """Average the scores, without those of completions that no verifier applies to (NaN)."""
+    """Average the scores; a NaN, which no verifier scored, does not count."""
     values = reward_of(scores)
     return Mean.of(values, ~values.isnan())
 

@@ -392,6 +392,7 @@ def test_a_section_that_nothing_reads_is_named(algorithm: str, changes: dict[str
         ({"schedule": 10}, "schedule: is a section, not 10: set schedule.KEY=VALUE"),
         ({"reward": "vader"}, "reward: is a section, not 'vader': set reward.source=vader"),
         ({"teacher": "m"}, "teacher: is a section, not 'm': set teacher.model=m"),
+        ({"reward": {"source": "a"}}, "reward.source: is a section, not 'a': set reward.source.type=TYPE, one of "),
         ({"critic": None}, "critic: is a section, which cannot be null: leave it out for its defaults"),
     ],
 )
@@ -542,7 +543,7 @@ def test_a_short_form_is_a_section_to_what_goes_over_it() -> None:
     "override, message",
     [
         ("algorithm.advantage=gae", "algorithm.advantage: is a section, not 'gae': set algorithm.advantage.type=gae"),
-        ("reward.source=null", "reward.source: is a section, not None: set reward.source.type=TYPE, one of "),
+        ("reward.source=null", "reward.source: is a section, which cannot be null: set its type, one of "),
         ("sampling.correction={cap: 3}", "sampling.correction: set its type, one of "),
         ("policy.betas=[0.9, 1.5]", "policy.betas.1: Input should be less than 1"),
     ],

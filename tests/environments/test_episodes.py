@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import runs
 import torch
 import word_games
+from torch import Tensor
 
 from rlhf.batching import concat
 from rlhf.environments.host import Act, Begin, End
@@ -20,6 +20,7 @@ from rlhf.environments.protocol import Fault
 from rlhf.errors import RewardError
 from rlhf.experience import compute_advantages
 from rlhf.sampling.episodes import EpisodeSampler
+from rlhf.sampling.fast import prefix_cache
 from rlhf.training.annotate import annotate
 from rlhf.training.collect import sample_and_score
 from rlhf.training.online_run import OnlineRun
@@ -333,12 +334,17 @@ def test_a_supervised_run_is_evaluated_by_episodes(tmp_path: Path) -> None:
     assert [1 <= line["eval/turns"] <= 2 for line in lines if "eval/turns" in line].count(True) >= 2
 
 
-def test_a_turn_reads_what_is_new(tmp_path: Path) -> None:
-    run = runs.online(tree(tmp_path, prefix_cache=True))
-    sampler = run.sampler.sampler
-    rows = played(run)
-    remembered = sampler.prefixes.tokens_read
-    run.sampler.steady = nullcontext
-    whole = played(run)
-    assert torch.equal(rows.completion_ids, whole.completion_ids)
-    assert remembered < 0.8 * (sampler.prefixes.tokens_read - remembered)
+def test_a_turn_reads_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, known = prefix_cache.prefill, []
+
+    def noted(model: Any, ids: Tensor, mask: Tensor, past: Any) -> Any:
+        known.append(past[0][0].shape[2] if past else 0)
+        return read(model, ids, mask, past)
+
+    monkeypatch.setattr(prefix_cache, "prefill", noted)
+    remembering = played(runs.online(tree(tmp_path / "on", prefix_cache=True)))
+    assert known[0] == 0 < min(known[1:])
+    known.clear()
+    whole = played(runs.online(tree(tmp_path / "off")))
+    assert not any(known)
+    assert same(remembering, whole)

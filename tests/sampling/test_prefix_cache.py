@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import BOS, prompts_of, tiny
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.config.sections import SamplingConfig
 from rlhf.runtime.seeding import derive_seed
+from rlhf.sampling.fast import prefix_cache
 from rlhf.sampling.fast.engine import FastSampler
 from rlhf.types import Completions, Prompts
 
@@ -28,6 +31,19 @@ def model_of(family: str) -> PreTrainedModel:
 def sampler_of(model: PreTrainedModel, *, slots: int, lean: bool = True) -> FastSampler:
     config = SamplingConfig(max_new_tokens=6, batch_size=slots)
     return FastSampler(model, config, eos_ids=(2,), pad_id=0, dtype="float32", device=CPU, lean=lean)
+
+
+@pytest.fixture
+def tokens_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each reading of prompts, padding included."""
+    read, counts = prefix_cache.prefill, []
+
+    def counted(model: Any, ids: Tensor, mask: Tensor, past: Any) -> Any:
+        counts.append(ids.numel() - (len(ids) * past[0][0].shape[2] if past else 0))
+        return read(model, ids, mask, past)
+
+    monkeypatch.setattr(prefix_cache, "prefill", counted)
+    return counts
 
 
 def continued(completions: Completions, observations: Sequence[Sequence[int]] = OBSERVATIONS) -> Prompts:
@@ -65,51 +81,50 @@ def same(first: Sequence[Completions], second: Sequence[Completions]) -> None:
 @pytest.mark.parametrize(
     "family,lean", [("llama", True), ("mistral", True), ("gemma3_text", True), ("gpt2", False), ("phi", False)]
 )
-def test_later_turns_are_those_of_prompts_read_in_whole(family: str, lean: bool, slots: int) -> None:
+def test_later_turns_are_those_of_prompts_read_in_whole(
+    family: str, lean: bool, slots: int, tokens_read: list[int]
+) -> None:
     model = model_of(family)
     whole, remembering = (sampler_of(model, slots=slots, lean=lean) for _ in range(2))
-    expected = played(whole)
+    expected, all_tokens = played(whole), sum(tokens_read)
     with remembering.prefixes.kept():
         actions = played(remembering)
     same(actions, expected)
     assert remembering.uses == ("lean" if lean else "model")
-    assert remembering.prefixes.tokens_read < whole.prefixes.tokens_read
+    assert sum(tokens_read) - all_tokens < all_tokens
 
 
-def test_only_what_is_new_is_read() -> None:
+def test_only_what_is_new_is_read(tokens_read: list[int]) -> None:
     sampler = sampler_of(model_of("llama"), slots=100)
     with sampler.prefixes.kept():
         actions = sampler.sample(prompts_of(ROWS), key=1, group_size=1)
-        before = sampler.prefixes.tokens_read
-        assert before == len(ROWS) * max(len(row) for row in ROWS)
         prompts = continued(actions)
         sampler.sample(prompts, key=2, group_size=1)
     added = prompts.prompt_mask.sum(dim=1) - torch.tensor([len(row) for row in ROWS])
-    assert sampler.prefixes.tokens_read - before == len(ROWS) * int(added.max())
+    assert tokens_read == [len(ROWS) * max(len(row) for row in ROWS), len(ROWS) * int(added.max())]
 
 
-def test_a_prompt_that_does_not_go_on_is_read_in_whole() -> None:
+def test_a_prompt_that_does_not_go_on_is_read_in_whole(tokens_read: list[int]) -> None:
     model = model_of("llama")
     sampler = sampler_of(model, slots=100)
     others = prompts_of([[BOS, 5, 7, 9], [BOS, 5], [BOS, 6, 8, 9, 3, 12], [9, 8], [BOS, 11, 11, 3, 3], [4]])
     with sampler.prefixes.kept():
         sampler.sample(prompts_of(ROWS), key=1, group_size=1)
-        before = sampler.prefixes.tokens_read
+        tokens_read.clear()
         actions = sampler.sample(others, key=2, group_size=1)
+    assert tokens_read == [4 * 6, 2 * 1]  # rows 0 and 4 go on, each with one token
     same([actions], [sampler_of(model, slots=100).sample(others, key=2, group_size=1)])
-    assert sampler.prefixes.tokens_read - before == 4 * 6 + 2 * 1  # rows 0 and 4 go on, each with one token
 
 
-def test_the_rows_of_a_group_share_what_was_read_of_their_prompt() -> None:
+def test_the_rows_of_a_group_share_what_was_read_of_their_prompt(tokens_read: list[int]) -> None:
     model = model_of("llama")
-    results = []
+    results: list[Completions] = []
     for remembers in (False, True):
         sampler = sampler_of(model, slots=100)
         sampler.prefixes._is_on = remembers
         actions = sampler.sample(prompts_of(ROWS), key=1, group_size=2)
-        once = sampler.prefixes.tokens_read
+        assert tokens_read.pop() == len(ROWS) * max(len(row) for row in ROWS)
         results.append(sampler.sample(continued(actions, OBSERVATIONS * 2), key=2, group_size=1))
-        assert once == len(ROWS) * max(len(row) for row in ROWS)
     same(results[:1], results[1:])
 
 

@@ -37,7 +37,6 @@ class PrefixCache:
     def __init__(self, most: int) -> None:
         """Remember the prompts of at most so many rows."""
         self.most = most
-        self.tokens_read = 0  # by the model, padding included
         self._is_on = False
         self._prefixes: dict[int, _Prefix] = {}  # by row id
 
@@ -69,17 +68,17 @@ class PrefixCache:
             device: where the model is.
         """
         if not self._is_on:
-            return self._read(model, ids, mask, (), device)
+            return _read(model, ids, mask, (), device)
         prompts = [row[seen] for row, seen in zip(ids, mask, strict=True)]
         row_ids = [rows_of(number) for number in range(len(prompts))]
         known = [self._known(rows[0], prompt) for rows, prompt in zip(row_ids, prompts, strict=True)]
         old = [number for number, prefix in enumerate(known) if prefix is not None]
         new = [number for number, prefix in enumerate(known) if prefix is None]
-        parts = [self._read(model, ids[new], mask[new], (), device)] if new else []
+        parts = [_read(model, ids[new], mask[new], (), device)] if new else []
         if old:
             prefixes = [prefix for prefix in known if prefix is not None]
             past = _past(prefixes, mask[old].sum(dim=1), mask.shape[1], device)
-            parts.append(self._read(model, ids[old], mask[old], past, device))
+            parts.append(_read(model, ids[old], mask[old], past, device))
         logits, layers = _in_order(parts, torch.tensor([*new, *old]).argsort().to(device))
         for number, (rows, prompt) in enumerate(zip(row_ids, prompts, strict=True)):
             self._remember(rows, _Prefix(prompt, layers, number))
@@ -94,13 +93,12 @@ class PrefixCache:
             if row_id in self._prefixes or len(self._prefixes) < self.most:
                 self._prefixes[row_id] = prefix
 
-    def _read(
-        self, model: CausalLM, ids: Int[Tensor, "L C"], mask: Bool[Tensor, "L C"], past: Layered, device: torch.device
-    ) -> tuple[Float[Tensor, "L V"], Layered]:
-        known = past[0][0].shape[2] if past else 0
-        self.tokens_read += ids[:, known:].numel()
-        ids, mask = to_device([ids, mask], device)
-        return prefill(model, ids, mask, past)
+
+def _read(
+    model: CausalLM, ids: Int[Tensor, "L C"], mask: Bool[Tensor, "L C"], past: Layered, device: torch.device
+) -> tuple[Float[Tensor, "L V"], Layered]:
+    ids, mask = to_device([ids, mask], device)
+    return prefill(model, ids, mask, past)
 
 
 def _past(
