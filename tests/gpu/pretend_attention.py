@@ -78,7 +78,8 @@ def varlen_attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run torch's operation for rows of any length, which has no kernel on a CPU; refuse what CUDA's would refuse."""
     if not isinstance(args[0], DeviceTensor):
         return NotImplemented
-    query, key, value, queries, keys, longest_queries, longest_keys, _, scale, window, has_groups = args[:11]
+    query, key, value, queries, keys, longest_queries, longest_keys, _, scale, window, *told = args
+    groups = query.shape[1] != key.shape[1]  # torch 2.11's operation is not told of them
     machine = current()
     if not all(isinstance(tensor, DeviceTensor) for tensor in args[:5]):
         machine._refuse("Expected all tensors to be on the same device, cuda:0 and cpu: attention")
@@ -92,7 +93,7 @@ def varlen_attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         (any(x.host.stride(-1) != 1 for x in args[:3]), "input tensors must have contiguous last dimension"),
         (longest != [longest_queries, longest_keys], f"longest runs are {longest}"),
         ([run[-1][1] for run in runs] != [len(query), len(key)], "bounds do not end with the tokens"),
-        (list(window) != [-1, 0] or (query.shape[1] != key.shape[1]) != has_groups, "another kind of attention"),
+        (list(window) != [-1, 0] or groups != (told or [groups])[0], "another kind of attention"),
     ):
         if is_wrong:
             raise RuntimeError(f"FlashAttention: {text}")

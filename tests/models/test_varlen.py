@@ -49,8 +49,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
     """The arguments of each call of the kernel, which is emulated."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append((args, kwargs))
+    def kernel(*args: Any, enable_gqa: bool, **kwargs: Any) -> Tensor:
+        calls.append((args, {**kwargs, "enable_gqa": enable_gqa}))
         return emulated(*args, **kwargs)
 
     monkeypatch.setattr(attention, "_kernel", lambda: SimpleNamespace(varlen_attn=kernel))
@@ -94,6 +94,17 @@ def test_the_kernel_is_given_the_tokens_as_they_are(calls: list[Any]) -> None:
     assert queries.diff().tolist() == keys.diff().tolist() == lengths
     assert longest_queries == longest_keys == max(lengths)
     assert options == {"scale": body.layers[0].self_attn.scaling, "window_size": (-1, 0), "enable_gqa": True}
+
+
+def test_a_kernel_that_reads_groups_off_the_shapes_is_not_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torch 2.11 has no such parameter."""
+
+    def kernel(*args: Any, scale: float | None, window_size: tuple[int, int]) -> Tensor:
+        return emulated(*args, scale=scale)
+
+    monkeypatch.setattr(attention, "_kernel", lambda: SimpleNamespace(varlen_attn=kernel))
+    body, rows = body_of(tiny()), packed(ragged(), runs=True)
+    assert predictor_states(body, rows, rows.predictor_index).isfinite().all()
 
 
 def test_a_prompt_is_copied_for_each_completion_that_has_tokens() -> None:

@@ -9,7 +9,8 @@ prompt's and then its own, so that only keys and values are copied.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -85,7 +86,8 @@ def varlen_attention(
     """Compute softmax(scale q K^T) V for each query over the keys that it sees; H is a multiple of G."""
     if layout.keys is not None:
         key, value = (_gather(states, layout.keys) for states in (key, value))
-    attended: Tensor = _kernel().varlen_attn(
+    kernel = _kernel().varlen_attn
+    attended: Tensor = kernel(
         query,
         key,
         value,
@@ -95,7 +97,7 @@ def varlen_attention(
         layout.longest_keys,
         scale=scale,
         window_size=CAUSAL,
-        enable_gqa=query.shape[1] != key.shape[1],
+        **({"enable_gqa": query.shape[1] != key.shape[1]} if _is_told_of_groups(kernel) else {}),
     )
     return attended
 
@@ -104,6 +106,12 @@ def varlen_attention(
 def _kernel() -> Any:
     """Import torch's kernel, which takes seconds, where it is used."""
     return importlib.import_module("torch.nn.attention.varlen")
+
+
+@cache
+def _is_told_of_groups(kernel: Callable[..., Any]) -> bool:
+    """Return whether the kernel wants to know that several heads share a key; torch 2.11's reads it off the shapes."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 class _Gather(torch.autograd.Function):
