@@ -28,8 +28,8 @@ from rlhf.models.kernels.attention import PackedBatch
 from rlhf.models.kernels.cast import HALF_DTYPES, cast_weight, pad_rows_for_onednn
 from rlhf.models.kernels.llama.forward import fused_unsupported_reason, predictor_states, supports_fused
 from rlhf.models.kernels.packing import (
-    autocast_off,
     build_probe,
+    full_precision,
     pack_for,
     packed_inputs,
     packing_unsupported_reason,
@@ -325,7 +325,7 @@ def padding_problem(body: nn.Module) -> str:
     """
     prompts, completions = probe_tokens(body)
     try:
-        with autocast_off(body):
+        with full_precision(body):
             probe = build_probe(body)
             states = body(**_padded(prompts, completions, next(body.parameters()).device).inputs()).last_hidden_state
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:

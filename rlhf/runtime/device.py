@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -119,6 +120,20 @@ def choose_precision(config: C) -> tuple[C, list[str]]:
 def cpu_has_bfloat16_products() -> bool:
     """Return whether this CPU computes bfloat16 matrix products by oneDNN; others emulate them, many times slower."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Compute products of float32 on a GPU without TF32 within this context."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def usable_dtype(dtype: Dtype, device: torch.device) -> Dtype:

@@ -15,6 +15,9 @@ from tiny_models import prompts_of, tiny
 
 from rlhf.config.files import merge
 from rlhf.config.sections import SamplingConfig
+from rlhf.models.backbone import body_of
+from rlhf.models.kernels.llama.forward import supports_fused
+from rlhf.models.kernels.packing import packing_unsupported_reason
 from rlhf.sampling.fast.engine import FastSampler
 from rlhf.types import Completions
 
@@ -136,3 +139,24 @@ def test_recorded_steps_read_the_weights_of_their_rollout(gpu: Machine) -> None:
     assert torch.equal(after.completion_ids, fresh.completion_ids)
     if gpu is not None:
         assert len(sampler._recorded[24].graphs) == gpu.captures - 2 or gpu.captures > 0
+
+
+def test_trials_compute_without_tf32(gpu: Machine) -> None:
+    """TF32 rounds products to 10 bits, for some shapes only: on an H100 it switched SmolLM2's fast ways off."""
+    matmul, device = torch.backends.cuda.matmul, torch.device("cuda")
+    seen: set[str] = set()
+    model = tiny().to("cuda")
+    body = body_of(model)
+    for module in body.modules():
+        module.register_forward_hook(lambda *_: seen.add(matmul.fp32_precision))
+    sampling = SamplingConfig(max_new_tokens=12)
+    sampler = FastSampler(model, sampling, eos_ids=(2,), pad_id=0, dtype="float32", device=device)
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        assert packing_unsupported_reason(body) == ""
+        assert supports_fused(body)
+        assert sampler._choose_decoder(prompts_of(ROWS)) == "recorded"
+        assert seen == {"ieee"}
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before

@@ -56,7 +56,7 @@ class Checked(FastSampler):
 
     def sample(self, prompts: Prompts, **how: Any) -> Completions:
         completions = super().sample(prompts, **how)
-        assert self.uses == ("lean" if self._lean_fits else "model")
+        assert self.uses == self._candidates()[0]
         return completions
 
 

@@ -8,7 +8,7 @@ positions count from the prompt's first token. The results are those of a padded
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +32,7 @@ from rlhf.models.kernels.attention import (
 )
 from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.text_config import text_config
-from rlhf.runtime.device import is_device_error
+from rlhf.runtime.device import exact_products, is_device_error
 
 LAYOUT_PARTS = (PackedBatch, RectangleLayout, RectangleIndex, VarlenLayout)
 MIN_SHARED_FRACTION = 0.1  # prompts are shared where that saves at least this share of the tokens: measured
@@ -273,7 +273,7 @@ def _find_unsupported_reason(body: nn.Module) -> str:
     if getattr(config, "output_router_logits", False):
         return f"{name} computes a loss of its router from a padded rectangle"
     try:
-        with autocast_off(body):
+        with full_precision(body):
             probe = build_probe(body)
             states = [body(**packed_inputs(rows)).last_hidden_state[0][rows.predictor_index] for rows in probe.layouts]
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -322,7 +322,7 @@ def _find_varlen_reason(body: nn.Module, dtype: torch.dtype) -> str:
                 )
                 for varlen in (False, True)
             )
-            with autocast_off(body):
+            with full_precision(body):
                 exact = _states_and_gradient(body, by_rectangles)
             with torch.autocast(device.type, dtype=dtype):
                 known, tried = (_states_and_gradient(body, rows) for rows in (by_rectangles, by_runs))
@@ -367,9 +367,16 @@ def fits_window(body: nn.Module, rows: PackedBatch) -> bool:
     return window is None or rows.longest <= window
 
 
-def autocast_off(body: nn.Module) -> AbstractContextManager[None]:
-    """Return a context without autocast: a trial checks what is computed, not its rounding to 16 bits."""
-    return torch.autocast(next(body.parameters()).device.type, enabled=False)
+@contextmanager
+def full_precision(body: nn.Module) -> Iterator[None]:
+    """Compute without autocast and TF32 within this context: a trial checks what is computed, not its rounding.
+
+    TF32 rounds the factors of a product to 10 bits, and not for every shape: a row alone and a row among others then
+    differ by more than a mistake in a small model would.
+    """
+    device = next(body.parameters()).device
+    with torch.autocast(device.type, enabled=False), exact_products(device):
+        yield
 
 
 @dataclass(frozen=True)

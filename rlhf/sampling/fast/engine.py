@@ -13,6 +13,7 @@ from rlhf.batching import extend
 from rlhf.config.sections import SamplingConfig
 from rlhf.models.backbone import CausalLM, autocast, evaluation_mode
 from rlhf.models.text_config import text_config
+from rlhf.runtime.device import exact_products
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import uniforms
 from rlhf.sampling.fast.decoder import (
@@ -339,7 +340,12 @@ class FastSampler:
         length, reason = self.config.max_new_tokens, ""
         for uses in self._candidates():
             try:
-                with torch.no_grad(), evaluation_mode(self.model), autocast(self.dtype, self.device):
+                with (
+                    torch.no_grad(),
+                    evaluation_mode(self.model),
+                    autocast(self.dtype, self.device),
+                    exact_products(self.device),
+                ):
                     decoder = self._decoder(prompts, uses, longest=TOKENS + STEPS)
                     if uses != "model" and not isinstance(decoder, FusedDecoder):
                         raise UnsupportedModel("its rotations change within a few tokens")

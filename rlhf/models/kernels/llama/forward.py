@@ -32,7 +32,7 @@ from rlhf.models.kernels.cast import cast_weight, pad_rows_for_onednn
 from rlhf.models.kernels.llama import elementwise
 from rlhf.models.kernels.llama.elementwise import ACTIVATIONS, Weight
 from rlhf.models.kernels.llama.families import READERS, Layer, Norm, Norms, Projection, Reader, norm_of, read_layers
-from rlhf.models.kernels.packing import autocast_off, build_probe, packed_inputs
+from rlhf.models.kernels.packing import build_probe, full_precision, packed_inputs
 from rlhf.models.kernels.quantized import QuantizedLinear, is_linear
 from rlhf.runtime.device import is_device_error
 
@@ -153,7 +153,7 @@ def _has_gradient_hooks(weight: Any) -> bool:
 
 @torch.no_grad()
 def _matches_modules(body: nn.Module) -> bool:
-    with autocast_off(body), live_adapters(body):
+    with full_precision(body), live_adapters(body):
         try:
             probe = build_probe(body)
             return all(probe.matches(_states(body, rows, rows.predictor_index)) for rows in probe.layouts)
