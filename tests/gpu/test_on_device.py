@@ -141,6 +141,25 @@ def test_recorded_steps_read_the_weights_of_their_rollout(gpu: Machine) -> None:
         assert len(sampler._recorded[24].graphs) == gpu.captures - 2 or gpu.captures > 0
 
 
+def test_all_steps_are_recorded_on_one_stream(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS keeps a workspace for each stream, 32 MiB on an H100."""
+    streams: list[object] = []
+    plain = torch.cuda.Stream
+
+    def counted(*args: object, **kwargs: object) -> object:
+        streams.append(plain(*args, **kwargs))
+        return streams[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", counted)
+    model, device = tiny("llama", dtype=torch.float32).to("cuda"), torch.device("cuda")
+    sampling = SamplingConfig(max_new_tokens=12, batch_size=24)
+    sampler = FastSampler(model, sampling, eos_ids=(2,), pad_id=0, dtype="float32", device=device)
+    for greedy in (False, True):  # a graph each
+        sampler.sample(prompts_of(ROWS), key=7, group_size=4, greedy=greedy)
+    assert len(sampler._recorded[24].graphs) == 2
+    assert len(streams) == 1
+
+
 def test_trials_compute_without_tf32(gpu: Machine) -> None:
     """TF32 rounds products to 10 bits, for some shapes only: on an H100 it switched SmolLM2's fast ways off."""
     matmul, device = torch.backends.cuda.matmul, torch.device("cuda")

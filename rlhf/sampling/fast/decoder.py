@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
@@ -32,6 +32,8 @@ from rlhf.runtime.device import cpu_has_bfloat16_products
 from rlhf.sampling.fast.kv_cache import KVCache, StepCache, UnsupportedModel, prefill
 from rlhf.sampling.generate import rotation_switch
 from rlhf.types import Prompts
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -495,6 +497,28 @@ def _attention(
 AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
+class Recorder:
+    """Records steps as CUDA graphs, all of them on one stream: cuBLAS keeps a workspace for each, 32 MiB on an H100."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def record(self, step: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Take the step once, which warms up what must not start in a capture, and record it; return its outputs too.
+
+        `pool` is the memory that graphs share which are never replayed at the same time.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            step()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads (the update beside a rollout, a reward model) may allocate meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            outputs = step()
+        return graph, outputs
+
+
 class GraphDecoder:
     """A Decoder that replays another's step as a CUDA graph, recorded anew whenever rows have come or gone.
 
@@ -502,8 +526,8 @@ class GraphDecoder:
     warm-up before recording relies on it.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: Decoder, recorder: Recorder) -> None:
+        self.decoder, self._recorder = decoder, recorder
         self._recorded_layout: int | None = None
 
     def step(self, slots: KVCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
@@ -519,15 +543,9 @@ class GraphDecoder:
     def _record(self, slots: KVCache, tokens: Tensor, positions: Tensor) -> None:
         assert slots.static, "what is recorded must not depend on Python's numbers"
         self._tokens, self._positions = tokens.clone(), positions.clone()
-        side_stream = torch.cuda.Stream()
-        side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side_stream):
-            self.decoder.step(slots, self._tokens, self._positions)
-        torch.cuda.current_stream().wait_stream(side_stream)
-        self._graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads (the update beside a rollout, a reward model) may allocate meanwhile.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._logits = self.decoder.step(slots, self._tokens, self._positions)
+        self._graph, self._logits = self._recorder.record(
+            lambda: self.decoder.step(slots, self._tokens, self._positions)
+        )
 
 
 TOKENS = 16  # tokens of a prompt that are used

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
@@ -23,6 +24,7 @@ from rlhf.sampling.fast.decoder import (
     FusedDecoder,
     GraphDecoder,
     ModelDecoder,
+    Recorder,
     sample_token,
     sample_within,
     supports_fused_decoding,
@@ -404,7 +406,7 @@ class FastSampler:
         decoder = self._decoder(prompts, self.uses)
         static = self.static and isinstance(decoder, FusedDecoder)
         if static and self.device.type == "cuda":
-            decoder = GraphDecoder(decoder)
+            decoder = GraphDecoder(decoder, self._recorder)
         batch = GenerationBatch(
             prompts,
             self.model,
@@ -416,6 +418,10 @@ class FastSampler:
             static=static,
         )
         return batch.generate(self.eos_ids)
+
+    @cached_property
+    def _recorder(self) -> Recorder:
+        return Recorder()
 
     def _may_copy_prompts(self, prompts: Prompts) -> bool:
         """Return whether a copy of its prompt for every row at most doubles the cache, and rotations reach as far."""
@@ -437,7 +443,12 @@ class FastSampler:
             slots = RowSlots(size, longest, length, dtype=decoder.dtype, device=self.device)
             self._recorded.pop(size, None)
             kept = self._recorded[size] = RecordedSampler(
-                decoder, slots, length=length, temperature=self.config.temperature, ends=self.eos_ids
+                decoder,
+                slots,
+                self._recorder,
+                length=length,
+                temperature=self.config.temperature,
+                ends=self.eos_ids,
             )
         return RecordedGeneration(kept, self.model, prompts, prompt, key=key, prefixes=self.prefixes).generate()
 

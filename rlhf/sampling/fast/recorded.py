@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlhf.batching import to_device
 from rlhf.models.backbone import CausalLM
 from rlhf.runtime.seeding import uniforms
-from rlhf.sampling.fast.decoder import FusedDecoder, sample_token
+from rlhf.sampling.fast.decoder import FusedDecoder, Recorder, sample_token
 from rlhf.sampling.fast.kv_cache import Layered
 from rlhf.sampling.fast.prefix_cache import PrefixCache
 from rlhf.types import Prompts
@@ -154,7 +154,14 @@ class RecordedSampler:
     """Slots, weights and graphs that stay from one rollout to the next."""
 
     def __init__(
-        self, decoder: FusedDecoder, slots: RowSlots, *, length: int, temperature: float, ends: Sequence[int]
+        self,
+        decoder: FusedDecoder,
+        slots: RowSlots,
+        recorder: Recorder,
+        *,
+        length: int,
+        temperature: float,
+        ends: Sequence[int],
     ) -> None:
         """Allocate the state of the rows; `length` is the most tokens of a completion, `ends` the ids that end one."""
         device, size = slots.device, slots.size
@@ -170,7 +177,7 @@ class RecordedSampler:
         wide = torch.float64 if slots.dtype == torch.float64 else torch.float32
         self.logprobs = torch.zeros(size, length + 1, dtype=wide, device=device)
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._recorder, self._pool = recorder, torch.cuda.graph_pool_handle()
         self._looks = [torch.zeros(size, dtype=torch.bool, pin_memory=True) for _ in range(2)]
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -182,15 +189,7 @@ class RecordedSampler:
         if graph is not None:
             graph.replay()
             return
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # a step like any other, which also warms up what must not start in a capture
-            self._step(count, greedy=greedy)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._step(count, greedy=greedy)
-        self.graphs[count, greedy] = graph
+        self.graphs[count, greedy], _ = self._recorder.record(lambda: self._step(count, greedy=greedy), self._pool)
 
     def _step(self, count: int, *, greedy: bool) -> None:
         token, position, drawn = self.token[:count], self.position[:count], self.drawn[:count]
