@@ -53,7 +53,7 @@ from rlhf.suites.suite import Suite, find_suite
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, to_json
 from rlhf.tracking.view import View
-from rlhf.training.rollout import sample_records
+from rlhf.training.rollout import part_record, sample_records
 from rlhf.types import Completions, Scores
 
 JUDGED = "judged.json"
@@ -63,8 +63,8 @@ JUDGED = "judged.json"
 class Judgment:
     """The content of judged.json: the mean metrics, and one record for each held-out prompt.
 
-    A record has row, prompt, completion, score (the judge's), proxy (the trained-on reward's, where there is one),
-    kl and kl_exact (in nats; for best-of-n, kl is null and kl_exact is absent), length (in tokens) and finished.
+    A record has row, prompt, completion, score (the judge's) and its parts, proxy (the trained-on reward's, if there is
+    one), kl and kl_exact (in nats; for best-of-n, kl is null and kl_exact is absent), length (in tokens) and finished.
     """
 
     metrics: Mapping[str, float | None]
@@ -227,6 +227,7 @@ def _judged(draws: BestOfNSamples, arm: BestOfNArm, completer: Completer) -> Jud
             "prompt": kept.references[row]["prompt"],
             "completion": decode(kept.completion_ids[row][kept.completion_mask[row]].tolist()),
             "score": float(golds[row]),
+            "parts": part_record(draws.gold.parts, int(best[row])),
             "proxy": float(proxies[row]),
             "kl": None,  # not known for a single completion
             "length": int(lengths[row]),

@@ -183,7 +183,7 @@ def sample_records(
                 "prompt": prompt if isinstance(prompt, str) else decode(_live_prompt(rollout, row)),
                 "completion": decode(rollout.completion_ids[row, :length].tolist()),
                 "score": float(rollout.scores[row]),
-                "parts": {name: _number(value[row]) for name, value in (parts or {}).items() if GRADING not in name},
+                "parts": part_record(parts or {}, row),
                 "kl": float(sequence_kl[row]),
                 "length": length,
                 "finished": bool(rollout.finished[row]),
@@ -195,6 +195,11 @@ def sample_records(
             episode = {"stop": stop.name.lower(), "turns": transcript(rollout, row, decode), "length": length}
             records[-1] |= episode
     return records
+
+
+def part_record(parts: Mapping[str, Tensor], row: int) -> dict[str, float | None]:
+    """Return the parts of a completion's score by name, without what grading it took."""
+    return {name: _number(values[row]) for name, values in parts.items() if GRADING not in name}
 
 
 def _number(value: Tensor) -> float | None:

@@ -88,6 +88,8 @@ def test_costs_are_what_was_done(finished: Path) -> None:
     assert [row["completions"] for row in rows] == [16, 32, 48, 64]
     assert rows[-1]["trained_tokens"] == 4 * 8 * 2 * (2 + 3)  # steps, pairs, sides, prompt + completion with EOS
     assert rows[-1]["generated_tokens"] == 0
+    rows_of = {arm: json.loads((folder / arm / "seed-0" / JUDGED).read_text())["rows"] for arm in ("ppo", "best_of_n")}
+    assert [set(row["parts"]) for row in rows_of["best_of_n"]] == [set(row["parts"]) for row in rows_of["ppo"]]
     (spent,) = read_jsonl(folder / "best_of_n" / "seed-0" / COSTS)
     assert spent["completions"] == 20 * 2  # n of each prompt: the other samples are for the curve alone
     assert 20 * 2 <= spent["generated_tokens"] <= 20 * 2 * 6
