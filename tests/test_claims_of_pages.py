@@ -83,13 +83,24 @@ JSON_ARMS = {
     "GRPO": "grpo",
     "SFT on a program's answers": "sft",
     "best of 8": "best_of_n",
+    "online DPO": "online_dpo",
+    "rejection sampling": "rejection_sampling",
+    "RLOO": "rloo",
 }
+ON_A_GPU = "## 4,096 completions on one H100"
+JSON_TABLES = [
+    ("README.md", "compare_json.json"),
+    ("docs/results.md", "compare_json.json"),
+    ("docs/experiments/json.md", "compare_json.json"),
+    ("docs/experiments/json.md", "compare_json_h100.json"),
+]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/experiments/json.md"])
-def test_the_comparison_on_json(name: str) -> None:
-    results, seen = read("compare_json.json"), set()
-    for row in rows(page(name)):
+@pytest.mark.parametrize(("name", "file"), JSON_TABLES)
+def test_the_comparison_on_json(name: str, file: str) -> None:
+    results, seen = read(file), set()
+    text = page(name).split(ON_A_GPU)
+    for row in rows(text[-1] if file.endswith("_h100.json") else text[0]):
         label, _, seed = row[0].partition(", seed ")
         if label not in JSON_ARMS or not re.fullmatch(r"\d+ \[\d+, \d+\]", row[1]):
             continue
@@ -102,6 +113,35 @@ def test_the_comparison_on_json(name: str) -> None:
         assert wrong(numbers(row[3]), [cell["kl"]]) == [], row
         seen |= {(JSON_ARMS[label], seed or min(cells))}
     assert seen == {(arm, seed) for arm, cells in results.items() for seed in cells}
+
+
+def test_what_pages_say_of_json_on_a_gpu() -> None:
+    measured, stopped = read("compare_json_h100.json"), read("gpu_h100.json")["ppo_on_json_stopped"]
+    grpo = [100 * cell["full"]["value"] for cell in measured["grpo"].values()]
+    trained = [100 * seed["full_last_ten_steps"] for seed in stopped.values()]
+    for name in ("README.md", "docs/results.md"):
+        told = re.search(r"GRPO gets everything right in (\d+), (\d+) and (\d+) %", page(name))
+        assert told is not None
+        assert wrong(list(told.groups()), grpo) == []
+    for name in ("README.md", "docs/experiments/json.md"):
+        told = re.search(r"(\d+), (\d+) and (\d+) %\s+of\s+(?:its|the)\s+training", page(name))
+        assert told is not None
+        assert wrong(list(told.groups()), trained) == []
+    explained = re.search(r"variance ([.\d]+), ([.\d]+) and ([.\d]+) on average", page("docs/experiments/json.md"))
+    assert explained is not None
+    values = [seed["explained_variance_second_half"] for seed in stopped.values()]
+    assert wrong(list(explained.groups()), values) == []
+
+
+def test_the_steps_on_a_gpu() -> None:
+    steps, seen = read("gpu_h100.json")["steps"], set()
+    for row in rows(page("docs/gpu.md")):
+        if (run := steps.get(row[0].lower())) is None:
+            continue
+        phases = [run["median_s"][phase] for phase in ("sample", "annotate", "update")]
+        assert wrong(row[1:], [run["completions"], run["step_s"], *phases, run["peak_mib"]]) == [], row
+        seen.add(row[0])
+    assert seen == {"GRPO", "PPO"}
 
 
 def test_the_public_run_on_json() -> None:
