@@ -25,6 +25,7 @@ CHUNK_TOKENS = {"cpu": 256, "cuda": 4096}
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}
 KEPT_PROBABILITIES = {"cpu": 2**24, "cuda": 2**27}
 """As in rlhf.models.logprobs."""
+CACHE_COLUMNS = 64  # the cache of recorded steps has a multiple of them: rlhf.sampling.fast.recorded
 SHORT_ROW = 256  # keys up to which attention in 16 bits on a CPU keeps its probabilities
 SHARED_FROM = 0.1  # share of the tokens from which a prompt's rows share it
 

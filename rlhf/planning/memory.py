@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rlhf.planning.arithmetic import (
+    CACHE_COLUMNS,
     MOMENTS,
     SIZES,
     Bytes,
@@ -172,9 +173,11 @@ class _Memory:
             parts[role.name, "sampler's copy"] = (role.shape.linear + role.shape.embedding) * role.how.low
         elif self.stage == 3:
             parts[role.name, "sampler's copy"] = role.shape.parameters * role.how.low
-        lanes = rows.rows if self.layout.device == "cuda" and self.layout.copies_policy else rows.prompts
-        remembered = rows.rows if self.layout.remembers_prompts else 0
-        tokens = rows.rows * max(rows.completion - 1, 1) + (lanes + remembered) * rows.prompt
+        remembered = rows.rows * rows.prompt if self.layout.remembers_prompts else 0
+        if self.layout.device == "cuda" and self.layout.copies_policy:
+            tokens = rows.rows * _columns(_columns(rows.prompt) + rows.completion) + remembered
+        else:
+            tokens = rows.rows * max(rows.completion - 1, 1) + rows.prompts * rows.prompt + remembered
         parts[role.name, "KV cache"] = key_value_cache(role.shape, tokens, role.how.low)
         return parts
 
@@ -320,3 +323,8 @@ def _added(*many: Parts) -> Parts:
 
 def _larger(first: Parts, second: Parts) -> Parts:
     return second if sum(second.values()) > sum(first.values()) else first
+
+
+def _columns(tokens: int) -> int:
+    """Return the columns of a cache for recorded steps: a multiple, so that a longer prompt needs no new one."""
+    return -(-tokens // CACHE_COLUMNS) * CACHE_COLUMNS

@@ -12,12 +12,21 @@ import pytest
 from rlhf.config.files import merge
 from rlhf.config.load import reward_model_config, train_config
 from rlhf.planning import layout
-from rlhf.planning.arithmetic import Arithmetic, Rows, activations, head, key_value_cache, layer_activations
+from rlhf.planning.arithmetic import (
+    CACHE_COLUMNS,
+    Arithmetic,
+    Rows,
+    activations,
+    head,
+    key_value_cache,
+    layer_activations,
+)
 from rlhf.planning.layout import Lengths
 from rlhf.planning.memory import least_memory
 from rlhf.planning.plan import Machine, Plan, make_plan
 from rlhf.planning.seconds import operations
 from rlhf.planning.shapes import PUBLISHED, Shape, published_shape
+from rlhf.sampling.fast.recorded import COLUMN_MULTIPLE
 
 TWO_LAYERS = Shape(
     family="llama",
@@ -246,6 +255,18 @@ def test_a_sampler_without_a_copy_needs_its_cache_during_rollouts_alone() -> Non
     assert kinds_by_phase(live, "policy", "sampler's copy") == []
     assert kinds_by_phase(live, "policy", "KV cache") == ["rollout"]
     assert live.memory.of("rollout") < copied.memory.of("rollout")
+
+
+def test_the_cache_of_recorded_steps_has_whole_columns() -> None:
+    """It has 64 more for a prompt of 65 tokens; a CPU's has a column for each token."""
+    assert CACHE_COLUMNS == COLUMN_MULTIPLE
+    shape = published_shape(QWEN)
+    for prompt, completion, columns in ((64, 64, 128), (65, 63, 192), (74, 96, 256)):
+        prompts = {"path": "prompts.jsonl", "max_prompt_tokens": prompt}
+        plan = planned("grpo", GPU, data__prompts=prompts, sampling__max_new_tokens=completion)
+        items = plan.memory.items
+        (cache,) = {item.bytes for item in items if item.kind == "KV cache"}
+        assert cache == key_value_cache(shape, 64 * columns, 4)
 
 
 def test_prompts_that_are_kept_between_turns_need_a_cache_of_their_own() -> None:

@@ -136,7 +136,7 @@ def test_what_cannot_fit_is_refused_with_the_plan_and_the_cures() -> None:
     config = planned("ppo", critic__init="policy").config
     message = refusal(config, on(24))
     assert message is not None
-    assert message.startswith("does-not-fit: weights, gradients and moments alone take 61.76 GB")
+    assert message.startswith("does-not-fit: weights, gradients and moments alone take 62.22 GB")
     for part in ("the GPU has 24.00 GB", "Nothing was loaded", "policy  ", "moments", "policy.lora.r=16", "which fits"):
         assert part in message
     assert message.endswith("To run it nevertheless: guard.allow=[does-not-fit]")
