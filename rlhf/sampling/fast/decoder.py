@@ -502,8 +502,9 @@ class GraphDecoder:
     warm-up before recording relies on it.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: Decoder, stream: torch.cuda.Stream) -> None:
+        """Take the decoder, and the stream on which its steps are recorded."""
+        self.decoder, self._stream = decoder, stream
         self._recorded_layout: int | None = None
 
     def step(self, slots: KVCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
@@ -519,14 +520,13 @@ class GraphDecoder:
     def _record(self, slots: KVCache, tokens: Tensor, positions: Tensor) -> None:
         assert slots.static, "what is recorded must not depend on Python's numbers"
         self._tokens, self._positions = tokens.clone(), positions.clone()
-        side_stream = torch.cuda.Stream()
-        side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side_stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             self.decoder.step(slots, self._tokens, self._positions)
-        torch.cuda.current_stream().wait_stream(side_stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         self._graph = torch.cuda.CUDAGraph()
         # thread_local: other threads (the update beside a rollout, a reward model) may allocate meanwhile.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
             self._logits = self.decoder.step(slots, self._tokens, self._positions)
 
 

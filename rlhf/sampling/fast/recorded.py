@@ -154,9 +154,25 @@ class RecordedSampler:
     """Slots, weights and graphs that stay from one rollout to the next."""
 
     def __init__(
-        self, decoder: FusedDecoder, slots: RowSlots, *, length: int, temperature: float, ends: Sequence[int]
+        self,
+        decoder: FusedDecoder,
+        slots: RowSlots,
+        *,
+        length: int,
+        temperature: float,
+        ends: Sequence[int],
+        stream: torch.cuda.Stream,
     ) -> None:
-        """Allocate the state of the rows; `length` is the most tokens of a completion, `ends` the ids that end one."""
+        """Allocate the state of the rows.
+
+        Args:
+            decoder: computes a step.
+            slots: of the rows.
+            length: the most tokens of a completion.
+            temperature: divides the logits.
+            ends: the ids that end a completion.
+            stream: on which steps are recorded.
+        """
         device, size = slots.device, slots.size
         self.decoder, self.slots = decoder, slots
         self.length, self.temperature = length, temperature
@@ -170,7 +186,7 @@ class RecordedSampler:
         wide = torch.float64 if slots.dtype == torch.float64 else torch.float32
         self.logprobs = torch.zeros(size, length + 1, dtype=wide, device=device)
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), stream
         self._looks = [torch.zeros(size, dtype=torch.bool, pin_memory=True) for _ in range(2)]
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -182,13 +198,13 @@ class RecordedSampler:
         if graph is not None:
             graph.replay()
             return
-        side = torch.cuda.Stream()
+        side = self._stream
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # a step like any other, which also warms up what must not start in a capture
             self._step(count, greedy=greedy)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             self._step(count, greedy=greedy)
         self.graphs[count, greedy] = graph
 
