@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -21,6 +22,11 @@ DEVICE_ERRORS = (  # in RuntimeErrors that torch raises without a class of their
     "on the same device",
     "device type for generator",
     "operation not permitted when stream is capturing",
+)
+OUT_OF_MEMORY = (  # in RuntimeErrors of what allocates beside torch: Metal, CUDA's driver, cuBLAS
+    "MPS backend out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
 )
 
 
@@ -65,8 +71,8 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether torch ran out of memory; on an Apple GPU it says so by a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or str(error).startswith("MPS backend out of memory")
+    """Return whether torch or a library below it ran out of memory; the latter is told by the error's text alone."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 class SideStream:
@@ -109,7 +115,7 @@ def choose_precision(config: C) -> tuple[C, list[str]]:
     trained = getattr(config, section)
     device = choose_device(config.run.device, key="run.device")
     dtype = usable_dtype(trained.dtype, device)
-    if device.type == "cuda" and "dtype" not in trained.model_fields_set and torch.cuda.is_bf16_supported():
+    if device.type == "cuda" and "dtype" not in trained.model_fields_set and _gpu_has_bfloat16():
         dtype = "bfloat16"
     if dtype == trained.dtype:
         return config, _precision_notes(config, device)
@@ -117,9 +123,23 @@ def choose_precision(config: C) -> tuple[C, list[str]]:
     return config, _precision_notes(config, device, asked=trained.dtype)
 
 
+def _gpu_has_bfloat16() -> bool:
+    """Return whether the GPU computes in bfloat16 itself; those before Ampere emulate it, and are slower with it."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def cpu_has_bfloat16_products() -> bool:
     """Return whether this CPU computes bfloat16 matrix products by oneDNN; others emulate them, many times slower."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+_TRIAL = threading.RLock()  # what is set here holds for the process: two threads must not restore each other's
+
+
+def set_products(device: torch.device, *, tf32: bool) -> None:
+    """Set how products of float32 are computed on a GPU: in TF32 or in full."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
 
 
 @contextmanager
@@ -129,11 +149,12 @@ def exact_products(device: torch.device) -> Iterator[None]:
         yield
         return
     matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+    with _TRIAL:
+        before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
 
 
 def usable_dtype(dtype: Dtype, device: torch.device) -> Dtype:
@@ -157,8 +178,9 @@ def _precision_notes(
         return [fallback_note(f"{section}.dtype")]
     if device.type != "cuda":
         return []
-    products = "TF32 (run.tf32)" if config.run.tf32 else "full float32"
-    slow = "" if dtype == "bfloat16" else "; bfloat16 is several times as fast on a GPU"
+    has_tensor_cores = _gpu_has_bfloat16()  # for bfloat16 and TF32: both came with Ampere
+    products = "TF32 (run.tf32)" if config.run.tf32 and has_tensor_cores else "full float32"
+    slow = "; bfloat16 is several times as fast on a GPU" if dtype != "bfloat16" and has_tensor_cores else ""
     return [f"arithmetic: {section}.dtype={dtype}, products in float32 by {products}{slow}"]
 
 

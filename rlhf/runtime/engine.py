@@ -22,7 +22,7 @@ from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import ConfigError, install_hint
 from rlhf.planning.machine import host_memory
 from rlhf.process import silence_loggers
-from rlhf.runtime.device import choose_device
+from rlhf.runtime.device import choose_device, set_products
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed, in_buckets, init_distributed, world_size_from_env
 from rlhf.runtime.memory import keep_memory, make_memory_profiler
 from rlhf.runtime.optimizers import load_optimizer_state, make_optimizer, moments_of, optimizer_state
@@ -296,8 +296,7 @@ def make_engine(config: RunConfig, sharding: ShardingConfig | None = None) -> En
     _check_available(device, sharding)
     if config.keep_memory and device.type == "cpu":
         keep_memory()
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if config.tf32 else "ieee"
+    set_products(device, tf32=config.tf32)
     if world_size_from_env() == 1 and not sharding.uses_deepspeed:
         return Engine(device, sharding=sharding)
     if sharding.uses_deepspeed and device.type == "cpu":

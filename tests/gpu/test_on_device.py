@@ -137,27 +137,9 @@ def test_recorded_steps_read_the_weights_of_their_rollout(gpu: Machine) -> None:
     fresh = sampled(model, "cuda", 24, greedy=True)[0]
     assert not torch.equal(before.completion_ids, after.completion_ids)
     assert torch.equal(after.completion_ids, fresh.completion_ids)
+    assert sampler._recorded is not None
     if gpu is not None:
-        assert len(sampler._recorded[24].graphs) == gpu.captures - 2 or gpu.captures > 0
-
-
-def test_all_steps_are_recorded_on_one_stream(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS keeps a workspace for each stream, 32 MiB on an H100."""
-    streams: list[object] = []
-    plain = torch.cuda.Stream
-
-    def counted(*args: object, **kwargs: object) -> object:
-        streams.append(plain(*args, **kwargs))
-        return streams[-1]
-
-    monkeypatch.setattr(torch.cuda, "Stream", counted)
-    model, device = tiny("llama", dtype=torch.float32).to("cuda"), torch.device("cuda")
-    sampling = SamplingConfig(max_new_tokens=12, batch_size=24)
-    sampler = FastSampler(model, sampling, eos_ids=(2,), pad_id=0, dtype="float32", device=device)
-    for greedy in (False, True):  # a graph each
-        sampler.sample(prompts_of(ROWS), key=7, group_size=4, greedy=greedy)
-    assert len(sampler._recorded[24].graphs) == 2
-    assert len(streams) == 1
+        assert len(sampler._recorded.graphs) == gpu.captures - 2 or gpu.captures > 0
 
 
 def test_trials_compute_without_tf32(gpu: Machine) -> None:
@@ -179,3 +161,50 @@ def test_trials_compute_without_tf32(gpu: Machine) -> None:
         assert matmul.fp32_precision == "tf32"
     finally:
         matmul.fp32_precision = before
+
+
+def test_rollouts_of_other_numbers_of_rows_share_one_cache(gpu: Machine) -> None:
+    """Each turn of an environment has fewer live rows than the one before: a cache for each number would fill a GPU."""
+    model = tiny(dtype=torch.float32).to("cuda")
+    sampling = SamplingConfig(max_new_tokens=12, batch_size=24)
+    sampler = FastSampler(model, sampling, eos_ids=(2,), pad_id=0, dtype="float32", device=torch.device("cuda"))
+    alone = [
+        FastSampler(model, sampling, eos_ids=(2,), pad_id=0, dtype="float32", device=torch.device("cuda"))
+        for _ in range(3)
+    ]
+    for fresh, count in zip(alone, (4, 6, 3), strict=True):
+        rows = prompts_of(ROWS[:count])
+        drawn = sampler.sample(rows, key=7, group_size=3)
+        assert torch.equal(drawn.completion_ids, fresh.sample(rows, key=7, group_size=3).completion_ids)
+    assert sampler._recorded is not None
+    assert sampler._recorded.slots.size == 18
+
+
+def test_steps_are_recorded_on_one_stream_of_the_sampler(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS keeps a workspace (32 MiB on an H100) for each stream; and two samplers may record at the same time."""
+    captured: list[object] = []
+    capture = torch.cuda.graph
+
+    def spied(*args: object, **kwargs: object) -> object:
+        captured.append(kwargs.get("stream"))
+        return capture(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.cuda, "graph", spied)
+    model = tiny(dtype=torch.float32).to("cuda")
+    streams = []
+    for prompts in (prompts_of(ROWS), prompts_of([[1, 5, 7, 9, 11] * 3] * 2)):  # recorded steps, and a shared prompt
+        sampler = FastSampler(
+            model,
+            SamplingConfig(max_new_tokens=12, batch_size=5),
+            eos_ids=(2,),
+            pad_id=0,
+            dtype="float32",
+            device=torch.device("cuda"),
+        )
+        for key in (1, 2):
+            sampler.sample(prompts, key=key, group_size=4)
+        streams.append(set(captured))
+        captured.clear()
+    assert [len(of_sampler) for of_sampler in streams] == [1, 1]
+    assert None not in streams[0] | streams[1]
+    assert not streams[0] & streams[1]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +25,14 @@ from rlhf.factory.rewards import build_source
 from rlhf.rewards.model import ModelSource
 from rlhf.runtime import device as device_module
 from rlhf.runtime import engine as engine_module
-from rlhf.runtime.device import choose_device, choose_precision, empty_cache, is_out_of_memory, usable_dtype
+from rlhf.runtime.device import (
+    choose_device,
+    choose_precision,
+    empty_cache,
+    exact_products,
+    is_out_of_memory,
+    usable_dtype,
+)
 from rlhf.runtime.engine import Engine, local_device, make_engine
 from rlhf.runtime.memory import AdaptiveMicroBatch, make_memory_profiler
 from rlhf.suites.xstest import XstestSuite
@@ -116,6 +126,46 @@ def test_a_reward_model_and_a_suite_say_so_too(native: bool, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize(("major", "dtype"), [(7, "float32"), (8, "bfloat16")])
+def test_a_gpu_that_emulates_bfloat16_computes_in_float32(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, major: int, dtype: str
+) -> None:
+    """On a V100 or T4 torch answers that bfloat16 is supported, and emulates it."""
+    machine("cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
+    tree = {"data": {"preferences": {"path": "p"}}, "model": {"model": "m"}}
+    config, notes = choose_precision(RewardModelConfig.model_validate(tree))
+    assert config.model.dtype == dtype
+    products = "full float32" if major < 8 else "TF32 (run.tf32)"
+    assert notes == [f"arithmetic: model.dtype={dtype}, products in float32 by {products}"]
+
+
+def test_trials_in_two_threads_give_tf32_back() -> None:
+    """The setting holds for the process: a trial that ends between another's ends left TF32 off for good."""
+    matmul, device = torch.backends.cuda.matmul, torch.device("cuda")
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    begun = threading.Event()
+
+    def other() -> None:
+        begun.set()
+        with exact_products(device):
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=other)
+    try:
+        with exact_products(device):
+            thread.start()
+            begun.wait()
+            time.sleep(0.02)
+            assert matmul.fp32_precision == "ieee"
+        thread.join()
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+
+
 def test_other_dtypes_and_devices_are_what_they_were(native: bool) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [usable_dtype(dtype, cpu) for dtype in ("float32", "float64")] == ["float32", "float64"]
@@ -160,18 +210,28 @@ def test_its_cache_is_emptied_where_there_is_one(machine: Machine, monkeypatch: 
     assert emptied == ["mps"]
 
 
-def test_its_way_to_be_out_of_memory_halves_the_micro_batch_too(machine: Machine) -> None:
+OUT_OF_MEMORY_TEXTS = (
+    "MPS backend out of memory (MPS allocated: 17.00 GB, ...)",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+)
+
+
+def test_other_ways_to_be_out_of_memory_halve_the_micro_batch_too(machine: Machine) -> None:
     machine()
     notes: list[str] = []
-    micro_batch = AdaptiveMicroBatch(8, what="a pass", note=notes.append)
+    micro_batch = AdaptiveMicroBatch(16, what="a pass", note=notes.append)
+
+    texts = iter(OUT_OF_MEMORY_TEXTS)
 
     def work(size: int) -> int:
         if size > 2:
-            raise RuntimeError("MPS backend out of memory (MPS allocated: 17.00 GB, ...)")
+            raise RuntimeError(next(texts))
         return size
 
     assert micro_batch.run(work) == 2
     assert len(notes) == 1
+    assert list(texts) == []
 
     def wrong(size: int) -> int:
         raise RuntimeError("shapes do not match")

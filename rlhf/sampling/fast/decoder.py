@@ -498,7 +498,10 @@ AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
 class Recorder:
-    """Records steps as CUDA graphs, all of them on one stream: cuBLAS keeps a workspace for each, 32 MiB on an H100."""
+    """Records steps as CUDA graphs, all of them on one stream: cuBLAS keeps a workspace for each, 32 MiB on an H100.
+
+    torch's own stream for this purpose is shared by samplers in other threads, which may record at the same time.
+    """
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()

@@ -301,7 +301,7 @@ class FastSampler:
         self._warned_of_rotations = False
         # recorded, lean, model or generate, once chosen; the first two only for lengths that they support
         self.uses: str | None = None
-        self._recorded: dict[int, RecordedSampler] = {}  # by number of rows
+        self._recorded: RecordedSampler | None = None  # for as many rows, and as long prompts, as there were so far
         self._kept_decoder: FusedDecoder | None = None
         self._lean_fits = lean and supports_fused_decoding(model)
 
@@ -319,8 +319,7 @@ class FastSampler:
 
     def release(self) -> None:
         """Free the copy of the weights and the cache that recorded steps keep; the next call makes them again."""
-        self._recorded.clear()
-        self._kept_decoder = None
+        self._recorded = self._kept_decoder = None
 
     def _changes_rotations(self, prompts: Prompts) -> bool:
         """Return whether rotations of a longrope model may differ between rows or change on the way.
@@ -432,17 +431,22 @@ class FastSampler:
         )
 
     def _replay(self, prompts: Prompts, key: int | None) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B T"]]:
-        """Decode by recorded steps, on buffers that stay as long as rows of this number and length fit into them."""
+        """Decode by recorded steps, on buffers that stay as long as the rows of a rollout fit into them.
+
+        There is one set of them, however many rows a rollout has: fewer take the steps of the next larger bucket.
+        """
         _, prompt = unique_prompts(prompts)
         longest, length = int(prompts.prompt_mask.sum(dim=1).max()), self.config.max_new_tokens
         size = min(self.config.batch_size, len(prompts))
         longest = -(-longest // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         decoder = self._refreshed_decoder(size, longest + length)
-        kept = self._recorded.get(size)
-        if kept is None or kept.slots.prompt < longest:
+        kept = self._recorded
+        if kept is None or kept.slots.prompt < longest or kept.slots.size < size:
+            if kept is not None:
+                longest, size = max(longest, kept.slots.prompt), max(size, kept.slots.size)
+            self._recorded = kept = None  # its memory is free before that of the next is taken
             slots = RowSlots(size, longest, length, dtype=decoder.dtype, device=self.device)
-            self._recorded.pop(size, None)
-            kept = self._recorded[size] = RecordedSampler(
+            kept = self._recorded = RecordedSampler(
                 decoder,
                 slots,
                 self._recorder,
@@ -456,7 +460,8 @@ class FastSampler:
         """Return the decoder that all recorded steps share, with the current weights; made anew if it is too short."""
         kept = self._kept_decoder
         if kept is None or kept.positions < positions or not kept.refresh(self.model):
-            self._recorded.clear()
+            kept = None
+            self.release()  # or there were two copies of the weights for a moment
             kept = self._kept_decoder = self._fused_decoder(rows, positions)
         return kept
 
