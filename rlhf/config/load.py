@@ -121,11 +121,17 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
 
 
 def load_chat_format(path: str) -> ChatFormat:
-    """Read the chat format from a run's configuration; return the default for a plain model folder."""
+    """Read the chat format from a run's configuration; return the default for a plain model folder.
+
+    Raises:
+        ConfigError: the configuration cannot be read, or its data are no section.
+    """
     run = Path(path).expanduser() / "config.yaml"
     if not run.is_file():
         return ChatFormat()
-    data = dict(read_yaml(run).get("data") or {})
+    data = read_yaml(run).get("data") or {}
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{run}: data is a section, not {data!r}")
     keys = ("chat_template", "chat_template_kwargs", "system")
     return validate(DataConfig, {key: data[key] for key in keys if key in data}).chat_format
 
@@ -471,7 +477,7 @@ def _no_section(value: object, keys: Sequence[str], models: Sequence[type[BaseMo
         cure = f"set its type{choices}" if choices else "leave it out for its defaults"
         return f"is a section, which cannot be null: {cure}"
     key, example = _needed_key(sections), value
-    if keys == ["algorithm"] and value in PRESETS:
+    if keys == ["algorithm"] and isinstance(value, str) and value in PRESETS:
         key = "preset"
     elif len(types) > 1:
         key, example = "type", value if value in types else "TYPE"

@@ -387,6 +387,7 @@ def test_a_section_that_nothing_reads_is_named(algorithm: str, changes: dict[str
     "change,expected",
     [
         ({"algorithm": "grpo"}, "algorithm: is a section, not 'grpo': set algorithm.preset=grpo"),
+        ({"algorithm": [1]}, "algorithm: is a section, not [1]: set algorithm."),
         ({"policy": "model"}, "policy: is a section, not 'model': set policy.model=model"),
         ({"data": "p.jsonl"}, "data: is a section, not 'p.jsonl': set data.prompts.path=p.jsonl"),
         ({"schedule": 10}, "schedule: is a section, not 10: set schedule.KEY=VALUE"),
@@ -754,6 +755,13 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("data: {system: Be brief.}")
     assert load_chat_format("~/run").system == "Be brief."
+
+
+@pytest.mark.parametrize("data", ["[1]", "3", "x"])
+def test_data_that_are_no_section_are_one_plain_error(tmp_path: Path, data: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"data: {data}")
+    with pytest.raises(ConfigError, match=r"config\.yaml: data is a section, not "):
+        load_chat_format(str(tmp_path))
 
 
 def test_a_file_that_cannot_be_read_is_one_plain_error(monkeypatch: pytest.MonkeyPatch) -> None:
