@@ -174,6 +174,9 @@ def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
         ("sampling.temperature=0", "sampling.temperature: Input should be greater than 0 (got 0)"),
         ("sampling.max_new_tokens=many", "sampling.max_new_tokens: Input should be a valid integer"),
         ("policy.lr=.nan", "policy.lr"),
+        ("policy.lr=true", r"policy.lr: Input should be a number (got True)"),
+        ("schedule.steps=true", r"schedule.steps: Input should be a number (got True)"),
+        ("data.prompts.part=[false, true]", r"data.prompts.part: Input should be a number (got [False, True])"),
         ("algorithm.preset=grpoo", "'grpoo' is not one of"),
         (
             "reward.source.type=modle",
