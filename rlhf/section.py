@@ -14,7 +14,7 @@ import os
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from itertools import pairwise
@@ -276,6 +276,17 @@ class OneOf:
             metadata={"pydantic_js_functions": [json_schema]},
             serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True),
         )
+
+
+def members_of(annotation: Any, marks: Sequence[object] = ()) -> dict[str, type[Choice]]:
+    """Return the members of families that a field with this annotation and these marks can hold, by type."""
+    if typing.get_origin(annotation) is Annotated:
+        annotation, *inner = typing.get_args(annotation)
+        return members_of(annotation, (*marks, *inner))
+    if isinstance(annotation, type) and issubclass(annotation, Choice):
+        one_of = next((mark for mark in marks if isinstance(mark, OneOf)), OneOf())
+        return one_of.members(annotation)
+    return {name: of for inner in typing.get_args(annotation) for name, of in members_of(inner, marks).items()}
 
 
 @cache

@@ -21,7 +21,7 @@ from rlhf.config.presets import drop_keys, get_setting, has_critic, sizes_of_pre
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, command_or_call, did_you_mean
 from rlhf.plugins import load_plugins
-from rlhf.section import Choice, Needed, Section
+from rlhf.section import Choice, Needed, Section, members_of
 
 C = TypeVar("C", bound=Section)
 
@@ -468,7 +468,8 @@ def _no_section(value: object, keys: Sequence[str], models: Sequence[type[BaseMo
     """Describe how to set a section that has no type, or that was given a value; the key is named that it is for."""
     fields = [model.model_fields[keys[-1]] for model in models if keys and keys[-1] in model.model_fields]
     sections = [section for field in fields for section in _sections(field.annotation)] or models  # of a list: these
-    types = [str(section.model_fields["type"].default) for section in sections if issubclass(section, Choice)]
+    types = [name for field in fields for name in members_of(field.annotation, field.metadata)]
+    types = types or [str(kind.model_fields["type"].default) for kind in sections if issubclass(kind, Choice)]
     choices = f", one of {', '.join(types)}"
     if isinstance(value, Mapping):
         return f"set its type{choices}"

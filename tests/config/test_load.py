@@ -221,6 +221,11 @@ def test_a_mistake_is_named(override: str, message: str | None) -> None:
     ("preset", "override", "message"),
     [
         ("online_dpo", "sampling.completions_per_prompt=1", "a pair of a prompt's completions needs"),
+        (
+            "online_dpo",
+            "algorithm.policy_loss.loss={type: null}",
+            "algorithm.policy_loss.loss: set its type, one of dpo, hinge, ipo, robust_dpo",
+        ),
         ("online_dpo", "algorithm.advantage.type=group", "set both or neither"),
         ("grpo", "algorithm.advantage.type=best_and_worst", "set both or neither"),
         (
