@@ -13,11 +13,13 @@ import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from itertools import pairwise
 from operator import or_
+from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -31,9 +33,10 @@ from pydantic import (
     SerializationInfo,
     Tag,
     TypeAdapter,
+    field_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Level = Literal["error", "warning"]
 Value = float | str
@@ -118,6 +121,39 @@ class Section(BaseModel):
 
     lint_rules: ClassVar[tuple[Rule, ...]] = ()
     """What `rlhf lint` checks of this section beyond the usual ranges of its fields."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_as_number(cls, value: object, info: Any) -> object:
+        """Refuse true and false in place of a number: pydantic would read 1 and 0."""
+        if _has_truth(value) and info.field_name in _numeric_fields(cls):
+            raise PydanticCustomError("number_type", "Input should be a number")
+        return value
+
+
+def _has_truth(value: object) -> bool:
+    if isinstance(value, Mapping | list | tuple):
+        return any(map(_has_truth, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, bool)
+
+
+@cache
+def _numeric_fields(section: type[Section]) -> frozenset[str]:
+    """Return the names of the fields that hold numbers, also in lists, and nothing that true could be meant for."""
+    kinds = {name: set(_plain_kinds(field.annotation)) for name, field in section.model_fields.items()}
+    return frozenset(name for name, of in kinds.items() if of & {int, float} and of <= {int, float, str, NoneType})
+
+
+def _plain_kinds(annotation: Any) -> Iterator[Any]:
+    """Yield what an annotation is made of: int and None for Annotated[int, ...] | None."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Annotated:
+        arguments = arguments[:1]
+    elif typing.get_origin(annotation) is Literal:
+        arguments = tuple(type(value) for value in arguments)
+    yield from (kind for argument in arguments for kind in _plain_kinds(argument))
+    if not arguments:
+        yield annotation
 
 
 class Choice(Section):
@@ -240,6 +276,17 @@ class OneOf:
             metadata={"pydantic_js_functions": [json_schema]},
             serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True),
         )
+
+
+def members_of(annotation: Any, marks: Sequence[object] = ()) -> dict[str, type[Choice]]:
+    """Return the members of families that a field with this annotation and these marks can hold, by type."""
+    if typing.get_origin(annotation) is Annotated:
+        annotation, *inner = typing.get_args(annotation)
+        return members_of(annotation, (*marks, *inner))
+    if isinstance(annotation, type) and issubclass(annotation, Choice):
+        one_of = next((mark for mark in marks if isinstance(mark, OneOf)), OneOf())
+        return one_of.members(annotation)
+    return {name: of for inner in typing.get_args(annotation) for name, of in members_of(inner, marks).items()}
 
 
 @cache

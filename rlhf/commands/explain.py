@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.plugins import plugin_of
-from rlhf.section import Choice, Section, Usual, description, rules_of
+from rlhf.section import Choice, Section, Usual, description, members_of, rules_of
 
 LIMITS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
 
@@ -31,15 +31,14 @@ def explain(config: Section, key: str, console: Console) -> None:
         ConfigError: the configuration has no such key.
     """
     section, name = _locate(config, key)
-    value = section if name is None else getattr(section, name)
+    value = getattr(section, name)
     if isinstance(value, Section):
-        _print_section(value, key, console)
+        _print_section(value, key, console, others=_other_types(value, type(section).model_fields[name]))
     else:
-        assert name is not None
         _print_setting(section, name, key, console)
 
 
-def _locate(config: Section, key: str) -> tuple[Section, str | None]:
+def _locate(config: Section, key: str) -> tuple[Section, str]:
     """Return the innermost section on the way to a key, and the name of the field there."""
     section, parts = config, key.split(".")
     for number, part in enumerate(parts):
@@ -53,17 +52,17 @@ def _locate(config: Section, key: str) -> tuple[Section, str | None]:
         if not isinstance(value, Section):
             raise ConfigError(f"{key}: {'.'.join(parts[: number + 1])} is {value!r}, which has no settings")
         section = value
-    return section, None
+    raise AssertionError("a key has at least one part")
 
 
-def _print_section(section: Section, key: str, console: Console) -> None:
+def _print_section(section: Section, key: str, console: Console, *, others: Sequence[str]) -> None:
     title = Text(key, style="bold")
     if isinstance(section, Choice):
         title.append(f".type is {section.type}", style="not bold")
     console.print(title)
     console.print(Text(inspect.cleandoc(type(section).__doc__ or "")), soft_wrap=True)
-    if isinstance(section, Choice):
-        console.print(Text(f"\nOther types: {', '.join(_other_types(section))}"), soft_wrap=True)
+    if others:
+        console.print(Text(f"\nOther types: {', '.join(others)}"), soft_wrap=True)
     console.print()
     for name in type(section).model_fields:
         if name != "type":
@@ -77,11 +76,11 @@ def _print_section(section: Section, key: str, console: Console) -> None:
                 console.print(Text(f"metric: {metric} ({unit}): {meaning}"), soft_wrap=True)
 
 
-def _other_types(section: Choice) -> Iterator[str]:
-    for name, member in type(section).members.items():
-        if name != section.type:
-            plugin = plugin_of(member)
-            yield name if plugin is None else f"{name} ({plugin})"
+def _other_types(section: Section, field: FieldInfo) -> list[str]:
+    """List the types that the field could have in place of this section, plug-ins with their files."""
+    members = members_of(field.annotation, field.metadata)
+    plugins = {name: plugin_of(member) for name, member in members.items() if member is not type(section)}
+    return [name if plugin is None else f"{name} ({plugin})" for name, plugin in plugins.items()]
 
 
 def _print_setting(section: Section, name: str, key: str, console: Console) -> None:

@@ -21,7 +21,7 @@ from rlhf.config.presets import drop_keys, get_setting, has_critic, sizes_of_pre
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, command_or_call, did_you_mean
 from rlhf.plugins import load_plugins
-from rlhf.section import Choice, Needed, Section
+from rlhf.section import Choice, Needed, Section, members_of
 
 C = TypeVar("C", bound=Section)
 
@@ -121,11 +121,17 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
 
 
 def load_chat_format(path: str) -> ChatFormat:
-    """Read the chat format from a run's configuration; return the default for a plain model folder."""
+    """Read the chat format from a run's configuration; return the default for a plain model folder.
+
+    Raises:
+        ConfigError: the configuration cannot be read, or its data are no section.
+    """
     run = Path(path).expanduser() / "config.yaml"
     if not run.is_file():
         return ChatFormat()
-    data = dict(read_yaml(run).get("data") or {})
+    data = read_yaml(run).get("data") or {}
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{run}: data is a section, not {data!r}")
     keys = ("chat_template", "chat_template_kwargs", "system")
     return validate(DataConfig, {key: data[key] for key in keys if key in data}).chat_format
 
@@ -462,7 +468,8 @@ def _no_section(value: object, keys: Sequence[str], models: Sequence[type[BaseMo
     """Describe how to set a section that has no type, or that was given a value; the key is named that it is for."""
     fields = [model.model_fields[keys[-1]] for model in models if keys and keys[-1] in model.model_fields]
     sections = [section for field in fields for section in _sections(field.annotation)] or models  # of a list: these
-    types = [str(section.model_fields["type"].default) for section in sections if issubclass(section, Choice)]
+    types = [name for field in fields for name in members_of(field.annotation, field.metadata)]
+    types = types or [str(kind.model_fields["type"].default) for kind in sections if issubclass(kind, Choice)]
     choices = f", one of {', '.join(types)}"
     if isinstance(value, Mapping):
         return f"set its type{choices}"
@@ -471,7 +478,7 @@ def _no_section(value: object, keys: Sequence[str], models: Sequence[type[BaseMo
         cure = f"set its type{choices}" if choices else "leave it out for its defaults"
         return f"is a section, which cannot be null: {cure}"
     key, example = _needed_key(sections), value
-    if keys == ["algorithm"] and value in PRESETS:
+    if keys == ["algorithm"] and isinstance(value, str) and value in PRESETS:
         key = "preset"
     elif len(types) > 1:
         key, example = "type", value if value in types else "TYPE"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.algorithms.offline_loss import PairLoss
 from rlhf.cli import main
 
 SAPO = Path(__file__).resolve().parents[1] / "plugins" / "sapo.py"
@@ -29,6 +30,17 @@ def test_a_section_is_explained_with_all_of_its_settings(capsys: pytest.CaptureF
     assert "Schulman et al. 2016" in text
     assert "algorithm.advantage.whiten = true" in text
     assert "algorithm.advantage.gae_lambda = 1.0" in text
+
+
+def test_only_the_types_that_a_section_can_have_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss without a reference reads no pair that the policy has drawn; `sft` reads no pairs."""
+    assert main(["config", PPO, "algorithm.preset=online_dpo", "--explain", "algorithm.policy_loss.loss"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    others = text.partition("Other types: ")[2].partition(" algorithm.")[0]
+    allowed = {name for name, loss in PairLoss.choices().items() if loss.needs_reference}
+    assert set(others.split(", ")) == allowed - {"dpo"}
+    assert "ipo" in allowed
+    assert "simpo" not in allowed
 
 
 @pytest.mark.usefixtures("nothing_stays_registered")

@@ -174,6 +174,9 @@ def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
         ("sampling.temperature=0", "sampling.temperature: Input should be greater than 0 (got 0)"),
         ("sampling.max_new_tokens=many", "sampling.max_new_tokens: Input should be a valid integer"),
         ("policy.lr=.nan", "policy.lr"),
+        ("policy.lr=true", r"policy.lr: Input should be a number (got True)"),
+        ("schedule.steps=true", r"schedule.steps: Input should be a number (got True)"),
+        ("data.prompts.part=[false, true]", r"data.prompts.part: Input should be a number (got [False, True])"),
         ("algorithm.preset=grpoo", "'grpoo' is not one of"),
         (
             "reward.source.type=modle",
@@ -218,6 +221,11 @@ def test_a_mistake_is_named(override: str, message: str | None) -> None:
     ("preset", "override", "message"),
     [
         ("online_dpo", "sampling.completions_per_prompt=1", "a pair of a prompt's completions needs"),
+        (
+            "online_dpo",
+            "algorithm.policy_loss.loss={type: null}",
+            "algorithm.policy_loss.loss: set its type, one of dpo, hinge, ipo, robust_dpo",
+        ),
         ("online_dpo", "algorithm.advantage.type=group", "set both or neither"),
         ("grpo", "algorithm.advantage.type=best_and_worst", "set both or neither"),
         (
@@ -387,6 +395,7 @@ def test_a_section_that_nothing_reads_is_named(algorithm: str, changes: dict[str
     "change,expected",
     [
         ({"algorithm": "grpo"}, "algorithm: is a section, not 'grpo': set algorithm.preset=grpo"),
+        ({"algorithm": [1]}, "algorithm: is a section, not [1]: set algorithm."),
         ({"policy": "model"}, "policy: is a section, not 'model': set policy.model=model"),
         ({"data": "p.jsonl"}, "data: is a section, not 'p.jsonl': set data.prompts.path=p.jsonl"),
         ({"schedule": 10}, "schedule: is a section, not 10: set schedule.KEY=VALUE"),
@@ -754,6 +763,13 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("data: {system: Be brief.}")
     assert load_chat_format("~/run").system == "Be brief."
+
+
+@pytest.mark.parametrize("data", ["[1]", "3", "x"])
+def test_data_that_are_no_section_are_one_plain_error(tmp_path: Path, data: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"data: {data}")
+    with pytest.raises(ConfigError, match=r"config\.yaml: data is a section, not "):
+        load_chat_format(str(tmp_path))
 
 
 def test_a_file_that_cannot_be_read_is_one_plain_error(monkeypatch: pytest.MonkeyPatch) -> None:
