@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-from warm_start import WarmPopen, adopting
+from warm_start import WarmPopen, warm
 
 from rlhf import plugins
 from rlhf.algorithms.presets import PRESETS
@@ -108,13 +107,9 @@ def warm_process() -> Iterator[None]:
 
 
 @pytest.fixture
-def warm_start(warm_process: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def warm_start(warm_process: None) -> Iterator[None]:
     """Start `python -m rlhf …` without seconds of imports: a process of its own, for a test that needs no new one."""
-    if sys.platform != "linux":
-        yield
-        return
-    monkeypatch.setattr(subprocess, "Popen", WarmPopen)
-    with adopting():
+    with warm():
         yield
 
 

@@ -24,11 +24,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from rlhf.process import silence_libraries
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = ("rlhf", "rlhf.comparison")  # what is started warm, by `python -m`
+MODULES = ("rlhf", "rlhf.comparison", "job")  # what is started warm, by `python -m`
 IMPORTED = ("rlhf.cli", "rlhf.api.training", "rlhf.comparison.trial", "rlhf.factory.reward_model")
 SAVING = "deepspeed"  # transformers imports it, if it is installed, to save a model
 SET_CHILD_SUBREAPER = 36  # of prctl
@@ -40,7 +41,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         command = [sys.executable, __file__, str(theirs.fileno())]
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
@@ -95,8 +96,18 @@ class WarmPopen(subprocess.Popen[Any]):
 
 
 @contextmanager
-def adopting() -> Iterator[None]:
-    """Adopt the processes that the waiting one leaves, for as long as the context lasts."""
+def warm() -> Iterator[None]:
+    """Start processes so, for as long as the context lasts."""
+    if sys.platform != "linux":
+        yield
+        return
+    with mock.patch.object(subprocess, "Popen", WarmPopen), _adopting():
+        yield
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Adopt the processes that the waiting one leaves."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     try:

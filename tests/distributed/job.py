@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from runs import quiet
+from trials import tried_once
 
 from rlhf.config.files import merge
 from rlhf.config.load import train_config, validate
@@ -51,7 +52,8 @@ def run_one(tree: dict[str, Any]) -> Session:
         _begin_as(Path(tree.pop("begin_as")), Path(tree["run"]["out_dir"]))
     weight_files.read_headers = (lambda _: {}) if tree.pop("load_whole", False) else read_headers
     Engine.whole = (lambda self, module, *_: WHOLE(self, module)) if tree.pop("gather_wide", False) else WHOLE
-    return _run(tree, stop_after)
+    with tried_once():
+        return _run(tree, stop_after)
 
 
 def _begin_as(finished: Path, out: Path) -> None:

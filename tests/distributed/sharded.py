@@ -18,6 +18,7 @@ import torch
 from job import run_one
 from runs import make_model, offline_tree, pairs_file, ppo_tree, prompts_file, write_rows, written
 from safetensors.torch import load_file
+from warm_start import warm
 
 from rlhf.config.files import merge
 from rlhf.data.tokenizer import load_tokenizer
@@ -165,7 +166,7 @@ def launch(
     """Run them, one after another, in so many processes; one alone is started without a launcher.
 
     What needs no process group is run right here: importing everything takes longer than the runs. `launcher=False`
-    does without torchrun, whose own process imports torch too.
+    does without torchrun, whose own process imports torch too, and starts both warm (see warm_start.py).
     """
     if processes == 1 and all(tree["sharding"]["mode"] in ("none", "ddp") for tree in trees):
         for tree in trees:
@@ -181,7 +182,8 @@ def launch(
         torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
         _wait([_start([sys.executable, *torchrun, *command[1:]], environment(), folder / "log")], timeout_s)
     else:
-        start_ranks(command, folder, processes=processes, timeout_s=timeout_s)
+        with warm():
+            start_ranks([sys.executable, "-m", "job", str(plan)], folder, processes=processes, timeout_s=timeout_s)
 
 
 def start_ranks(command: Sequence[str], folder: Path, *, processes: int, timeout_s: float = 300.0) -> None:
@@ -217,7 +219,7 @@ def _wait(started: Sequence[Started], timeout_s: float) -> None:
 
 def environment() -> dict[str, str]:
     """That of a launch: this checkout first, one thread, no GPU; nothing is compiled, so no compiler is imported."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(JOB.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     new = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
     new["TORCHDYNAMO_DISABLE"] = "1"  # DeepSpeed's optimizers would import it, for seconds
     return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | new

@@ -43,7 +43,7 @@ def adapted(name: str, folder: Path) -> Tree:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, warm_process: None) -> Path:
     """Every run in one process, then all in two."""
     pytest.importorskip("bitsandbytes")
     folder = tmp_path_factory.mktemp("adapters")

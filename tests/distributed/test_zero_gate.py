@@ -38,13 +38,13 @@ ALONE = ("ppo", "sft", "dpo", "rm")  # run by one process too
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, worker_id: str, warm_process: None) -> Path:
     """The folder of the runs of the gate, which are made once, whichever workers of pytest-xdist ask for them."""
     return make_once("zero-gate", make_runs, tmp_path_factory, worker_id)
 
 
 @pytest.fixture(scope="module")
-def pairs_of_runs(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+def pairs_of_runs(tmp_path_factory: pytest.TempPathFactory, worker_id: str, warm_process: None) -> Path:
     """The folder of the slow runs, in pairs that are the same to the bit."""
     return make_once("zero-pairs", make_pairs, tmp_path_factory, worker_id)
 
