@@ -20,7 +20,7 @@ from rlhf.guard.alarms.history import RunFacts
 from rlhf.guard.lint import check_settings
 from rlhf.models.folders import digest_of_model
 from rlhf.planning.plan import Machine
-from rlhf.planning.text import refusal
+from rlhf.planning.text import larger_passes, refusal
 from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.engine import Engine, make_engine
 from rlhf.tracking.checkpoint import Checkpoints
@@ -276,12 +276,12 @@ def open_context(config: TrainConfig | RewardModelConfig, view: View | None, not
         CheckpointError: the folder holds another run, no checkpoint is intact, or another process uses the folder.
     """
     engine = make_engine(config.run, config.sharding)
-    _refuse_what_cannot_fit(config, engine)
+    memory_notes = _check_memory(config, engine)
     ranks = engine.ranks
     folder = RunFolder(config.run.out_dir)
     release = _lock_folder(folder.path, ranks)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.checkpoint.keep, ranks=ranks)
-    notes = [*_warnings(config), *notes, *_sharing_notes(config, ranks)]
+    notes = [*_warnings(config), *notes, *_sharing_notes(config, ranks), *memory_notes]
     try:
         resume, changed, messages = ranks.on_main(lambda: _find_newest(config, folder, checkpoints))
     except UserError:
@@ -321,21 +321,26 @@ def _sharing_notes(config: TrainConfig | RewardModelConfig, ranks: Distributed) 
     return [f"{ranks.world} processes and sharding=none: they share the rows of a step, as with sharding=ddp"]
 
 
-def _refuse_what_cannot_fit(config: TrainConfig | RewardModelConfig, engine: Engine) -> None:
+def _check_memory(config: TrainConfig | RewardModelConfig, engine: Engine) -> list[str]:
     """Check that the device has the memory that the run needs in any case; a run that is resumed has run before.
+
+    Returns:
+        What the memory would allow.
 
     Raises:
         ConfigError: it has not; the message is the plan, and what to change.
     """
     memory = engine.total_memory()
     if memory is None or (Path(config.run.out_dir) / "checkpoints").is_dir():
-        return
+        return []
     machine = Machine(
         device="cuda" if engine.device.type == "cuda" else "cpu", memory=memory, processes=engine.ranks.world
     )
     message = refusal(config, machine)
     if message is not None:
         raise ConfigError(message)
+    note = larger_passes(config, machine)
+    return [] if note is None else [note]
 
 
 def _find_newest(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from rlhf.errors import ModelError
 from rlhf.planning.arithmetic import Bytes
 from rlhf.planning.layout import RunConfiguration
 from rlhf.planning.machine import GB, LIBRARIES
 from rlhf.planning.plan import RULE, CurePlan, Machine, Plan, gigabytes, least_of, make_plan
+
+SURE = 0.8  # of the memory: measured peaks are up to 12 % above the plan's (docs/gpu.md)
 
 
 def describe(plan: Plan) -> list[str]:
@@ -87,6 +92,25 @@ def refusal(config: RunConfiguration, machine: Machine) -> str | None:
         f"To run it nevertheless: guard.allow=[{RULE}]",
     ]
     return "\n".join(lines)
+
+
+def larger_passes(config: RunConfiguration, machine: Machine) -> str | None:
+    """Name a larger micro-batch that surely fits a GPU, by doubling the configuration's; None if there is none.
+
+    A GPU takes few rows hardly faster than many, and the result does not depend on it.
+    """
+    if machine.device != "cuda" or machine.memory is None or config.batch.micro_batch_tokens is not None:
+        return None
+    try:
+        largest = make_plan(config, replace(machine, memory=SURE * machine.memory)).largest_micro_batch()
+    except ModelError:
+        return None
+    size = config.batch.micro_batch_size
+    while largest is not None and 2 * size <= largest:
+        size *= 2
+    if size == config.batch.micro_batch_size:
+        return None
+    return f"batch.micro_batch_size={size} fits this GPU too: fewer passes are faster, and the result is the same"
 
 
 def table(plan: Plan) -> list[str]:

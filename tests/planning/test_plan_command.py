@@ -24,7 +24,7 @@ from rlhf.guard.lint import lint
 from rlhf.planning import machine
 from rlhf.planning.machine import host_memory, parse_size, read_rates, write_rates
 from rlhf.planning.plan import RULE, Machine, least_of, make_plan
-from rlhf.planning.text import refusal, table
+from rlhf.planning.text import SURE, larger_passes, refusal, table
 from rlhf.runtime.engine import Engine
 from rlhf.section import Facts
 
@@ -144,6 +144,28 @@ def test_what_cannot_fit_is_refused_with_the_plan_and_the_cures() -> None:
     assert refusal(allowed, on(24)) is None
 
 
+def test_a_gpu_with_room_is_told_of_larger_passes() -> None:
+    """The whole minibatch of 64 rows where it fits with a fifth to spare, a part of it on a smaller card."""
+    plan = planned("grpo", on(200))
+    assert larger_passes(plan.config, plan.machine) == (
+        "batch.micro_batch_size=64 fits this GPU too: fewer passes are faster, and the result is the same"
+    )
+    whole = plan.config.model_copy(update={"batch": plan.config.batch.model_copy(update={"micro_batch_size": 64})})
+    sizes = []
+    for memory in (30, 40, 60, 100, 200):
+        note = larger_passes(plan.config, on(memory))
+        sizes.append(4 if note is None else int(note.split("=")[1].split()[0]))
+        batch = plan.config.batch.model_copy(update={"micro_batch_size": sizes[-1]})
+        changed = plan.config.model_copy(update={"batch": batch})
+        assert note is None or make_plan(changed, on(SURE * memory)).fits
+    assert sizes == sorted(sizes)
+    assert set(sizes) > {4, 64}
+    assert larger_passes(whole, on(200)) is None
+    assert larger_passes(plan.config, Machine(device="cpu", memory=200 * GB)) is None
+    by_tokens = planned("grpo", on(200), batch__micro_batch_tokens=1024)
+    assert larger_passes(by_tokens.config, by_tokens.machine) is None
+
+
 def test_a_run_is_never_refused_for_its_rows() -> None:
     plan = planned("sft", on(27), batch__micro_batch_size=512, batch__prompts_per_step=512)
     assert plan.fits is False
@@ -192,7 +214,7 @@ def test_the_check_of_a_run_takes_well_under_a_second(tmp_path: Path, empty: str
     config = load_train(empty, tiny(tmp_path))
     engine = Engine(context.make_engine(config.run, config.sharding).device)
     started = time.perf_counter()
-    context._refuse_what_cannot_fit(config, engine)
+    context._check_memory(config, engine)
     assert time.perf_counter() - started < 0.3
 
 
