@@ -386,6 +386,9 @@ def _add_serve_policy(policy: argparse.ArgumentParser) -> None:
     )
     policy.add_argument("--device", default="auto", help="where the model runs, as run.device (default: auto)")
     policy.add_argument(
+        "--no-tf32", dest="tf32", action="store_false", help="full float32 products on a GPU, as run.tf32=false"
+    )
+    policy.add_argument(
         "--threads", type=int, metavar="N", help="threads of the arithmetic on a CPU (default: torch's)"
     )
 

@@ -8,7 +8,7 @@
     (rlhf.exact.check: whether a loss or an advantage of your own is right)
 
 The functions are exported by `rlhf` itself: `import rlhf; rlhf.train(...)`. Keywords are the configuration's keys. A
-run from Python and one by the command line with the same settings give the same weights, bit for bit.
+run from Python and one by the command line with the same settings give the same weights, on a CPU bit for bit.
 
 This package exports nothing: import from its modules.
 """

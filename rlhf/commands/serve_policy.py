@@ -16,7 +16,7 @@ from rlhf.config.run import Dtype
 from rlhf.errors import ConfigError
 from rlhf.models.backbone import load_causal_lm, move_to
 from rlhf.models.folders import model_folder
-from rlhf.runtime.device import choose_device, usable_dtype
+from rlhf.runtime.device import choose_device, set_products, usable_dtype
 from rlhf.sampling.service import PolicyService, Weights, make_policy_server
 from rlhf.serving.listening import ListenOptions
 
@@ -30,6 +30,7 @@ class PolicyOptions(ListenOptions):
     weights: Weights = "exact"
     device: str = "auto"
     threads: int | None = None
+    tf32: bool = True
 
 
 def serve_policy(path: str, options: PolicyOptions, environment: Mapping[str, str], console: Console) -> None:
@@ -45,6 +46,7 @@ def serve_policy(path: str, options: PolicyOptions, environment: Mapping[str, st
             raise ConfigError("--threads must be at least 1")
         torch.set_num_threads(options.threads)
     device = choose_device(options.device, key="--device")
+    set_products(device, tf32=options.tf32)
     dtype = usable_dtype(options.dtype, device)
     model = move_to(load_causal_lm(model_folder(path), dtype=dtype), device)
     service = PolicyService(model, dtype=dtype, device=device, weights=options.weights)

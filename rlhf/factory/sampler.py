@@ -129,6 +129,7 @@ def _launched(config: TrainConfig, server: Server, logs: Path) -> list[LaunchedS
             dtype=config.policy.dtype,
             device=config.run.device,
             threads=torch.get_num_threads(),
+            tf32=config.run.tf32,
             lora_rank=None if config.policy.lora is None else config.policy.lora.r,
         )
         command = [*server.command(asked), *launch.arguments]

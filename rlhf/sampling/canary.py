@@ -20,6 +20,7 @@ from rlhf.data.tokenizer import left_pad, right_pad
 from rlhf.models.adapters import base_model, is_adapted
 from rlhf.models.backbone import CausalLM, autocast
 from rlhf.models.policy_models import Models
+from rlhf.runtime.device import exact_products
 from rlhf.sampling.push import pushed_tensors
 from rlhf.serving.routes import Answer
 from rlhf.types import Completions, Prompts
@@ -115,10 +116,10 @@ def compare(
 
 @torch.no_grad()
 def is_rounding(models: Models, reading: Reading) -> bool:
-    """Check whether arithmetic in 16 bits explains the differences, by the trainer's own.
+    """Check whether arithmetic in 16 bits or TF32 explains the differences, by the trainer's own.
 
-    Each has to be at most ROUNDINGS times what the trainer's arithmetic changes on the same tokens against float32. It
-    changes unlikely tokens most. In float32 it changes nothing, and the answer is no.
+    Each has to be at most ROUNDINGS times what the trainer's arithmetic changes on the same tokens against full
+    float32. It changes unlikely tokens most. In full float32 it changes nothing, and the answer is no.
     """
     wide = replace(models, dtype="float32")
     for rows, difference, temperature in (
@@ -126,7 +127,8 @@ def is_rounding(models: Models, reading: Reading) -> bool:
         (reading.forced, reading.forced_difference, 1.0),
     ):
         on_device = rows.to(models.device)
-        exact = wide.policy_tokens(on_device, temperature=temperature).logprobs.cpu().double()
+        with exact_products(models.device):
+            exact = wide.policy_tokens(on_device, temperature=temperature).logprobs.cpu().double()
         rounding = _difference(models.policy_tokens(on_device, temperature=temperature).logprobs, exact, rows)
         if not difference <= ROUNDINGS * rounding:
             return False

@@ -17,8 +17,8 @@ PAUSED = "paused"  # in place of a version: the trainer pushes again, which ends
 class OwnServer(Server):
     """`rlhf serve-policy`: our sampler in another process or on another machine.
 
-    It gives the completions that sampling in the trainer's process gives, bit for bit, if both have the same kind of
-    machine and the same number of threads.
+    It gives the completions that sampling in the trainer's process gives: on a CPU bit for bit, if both have the same
+    kind of machine and the same number of threads; on a GPU up to rounding.
     """
 
     takes_changes: ClassVar[bool] = True
@@ -27,10 +27,11 @@ class OwnServer(Server):
     type: Literal["rlhf"] = "rlhf"
 
     def command(self, launch: Launch) -> list[str]:
-        """Start this package's server, with the trainer's threads: the last bits depend on them."""
+        """Start this package's server, with the trainer's arithmetic and threads: the last bits depend on them."""
         program = self.launch.program if self.launch is not None else None
         command = [program or sys.executable, "-m", "rlhf", "serve-policy", launch.model, "--port", str(launch.port)]
         command += ["--dtype", launch.dtype, "--device", launch.device, "--threads", str(launch.threads)]
+        command += [] if launch.tf32 else ["--no-tf32"]
         return command if self.token_env is None else [*command, "--token-env", self.token_env]
 
     def generate(self, http: JsonHttp, ask: Ask) -> Answer:

@@ -72,6 +72,7 @@ class Launch:
     dtype: str
     device: str  # as run.device
     threads: int  # of the trainer's arithmetic on a CPU
+    tf32: bool = True  # as run.tf32
     lora_rank: int | None = None  # of the adapter that is trained; None: whole weights are
 
 

@@ -18,6 +18,8 @@ from rlhf.config.sections import SamplingConfig
 from rlhf.models.backbone import body_of
 from rlhf.models.kernels.llama.forward import supports_fused
 from rlhf.models.kernels.packing import packing_unsupported_reason
+from rlhf.models.policy_models import Models
+from rlhf.sampling.canary import Reading, as_completions, is_rounding
 from rlhf.sampling.fast.engine import FastSampler
 from rlhf.types import Completions
 
@@ -208,3 +210,29 @@ def test_steps_are_recorded_on_one_stream_of_the_sampler(gpu: Machine, monkeypat
     assert [len(of_sampler) for of_sampler in streams] == [1, 1]
     assert None not in streams[0] | streams[1]
     assert not streams[0] & streams[1]
+
+
+def test_the_canary_takes_tf32_for_rounding(gpu: Machine) -> None:
+    """A run in float32 computes in TF32 by default, which moves a log-probability beyond the canary's 1e-3 nats."""
+    matmul = torch.backends.cuda.matmul
+    model = tiny(dtype=torch.float32).to("cuda")
+    models = Models(policy=model, temperature=1.0, dtype="float32", device=torch.device("cuda"))
+    rows = as_completions([[1, 5, 7]], [[4, 6]], pad_id=0)
+    zeros = torch.zeros(1, 2, dtype=torch.float64)
+    reading = Reading(
+        drawn=rows,
+        served_drawn=zeros,
+        forced=rows,
+        served_forced=zeros,
+        drawn_difference=0.0,
+        forced_difference=0.0,
+    )
+    models.policy_tokens(rows.to("cuda"))  # its trials are over
+    seen: list[str] = []
+    body_of(model).get_input_embeddings().register_forward_hook(lambda *_: seen.append(matmul.fp32_precision))
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        assert is_rounding(models, reading)
+        assert seen == ["ieee", "tf32"] * 2
+    finally:
+        matmul.fp32_precision = before

@@ -167,6 +167,8 @@ def test_the_commands() -> None:
     assert " ".join(own.command(asked)[1:]) == (
         "-m rlhf serve-policy m --port 9000 --dtype bfloat16 --device cuda --threads 3 --token-env SECRET"
     )
+    exact = Launch(model="m", port=9000, dtype="float32", device="cuda", threads=3, tf32=False)
+    assert own.command(exact)[-3:] == ["--no-tf32", "--token-env", "SECRET"]
 
 
 @pytest.mark.parametrize(
