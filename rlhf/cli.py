@@ -693,6 +693,10 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
         raise UserError("--out names the page of several runs; the page of one is report.html in its folder")
     if parsed.others:
         run_overlay([parsed.target, *parsed.others], parsed.out or Path("overlay.html"), console)
+    elif parsed.watch and is_comparison(parsed.target):
+        raise UserError(
+            f"--watch rewrites the page of a run, and {parsed.target} is a comparison: give an arm's folder"
+        )
     elif parsed.watch:
         watch_report(parsed.target, console)
     elif is_comparison(parsed.target):

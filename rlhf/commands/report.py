@@ -13,7 +13,7 @@ from rlhf.api.comparing import rebuild_comparison
 from rlhf.comparison.terminal import ComparisonTerminal
 from rlhf.errors import UserError
 from rlhf.report.page import write_overlay, write_report
-from rlhf.tracking.run_folder import RunFolder, completed_step
+from rlhf.tracking.run_folder import RunFolder, completed_step, is_in_use
 
 
 def run_report(path: str, console: Console) -> None:
@@ -35,7 +35,7 @@ WATCH_EVERY_S = 10
 
 
 def watch_report(path: str, console: Console) -> None:
-    """Rewrite the report page of a run while it trains, until it is complete or Ctrl-C.
+    """Rewrite the report page of a run while it trains, until it has ended, its process is gone, or Ctrl-C.
 
     Raises:
         UserError: there is no such folder.
@@ -45,10 +45,13 @@ def watch_report(path: str, console: Console) -> None:
         raise UserError(f"{path}: no such folder; start the run first, or give its folder (run.out_dir)")
     console.print(Text(f"report  {folder.report}: rewritten every {WATCH_EVERY_S} s; Ctrl-C ends this"), soft_wrap=True)
     try:
-        while not _has_ended(folder):
+        while not _has_ended(folder) and is_in_use(folder.path):
             if folder.read_metrics():
                 write_report(folder.path, refresh_s=WATCH_EVERY_S)
             time.sleep(WATCH_EVERY_S)
+        if not _has_ended(folder):
+            text = f"no process trains in {path} any more: the run was stopped or has ended early"
+            console.print(Text(text), soft_wrap=True)
     except KeyboardInterrupt:
         console.print("stopped watching; the run itself goes on")
     if folder.read_metrics():

@@ -83,10 +83,15 @@ def comparable(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def _comparable(result: CellResult, start: Judgment | None) -> CellResult:
-    if result.judged is None or (start is not None and result.judged.prompts == start.prompts):
+    if result.judged is None:
         return result
     if start is None:
         return replace(result, judged=None)
+    if result.judged.prompts == start.prompts:
+        if (result.judged.column("score") - start.column("score")).isnan().all():
+            error = "there is no held-out prompt on which a verifier of the judge applies to it and to the start model"
+            return replace(result, judged=None, error=error)
+        return result
     shared = sum(prompt == other for prompt, other in zip(result.judged.prompts, start.prompts, strict=False))
     error = (
         f"it read {len(result.judged.rows)} held-out prompts and the start model {len(start.rows)}, of which {shared} "
@@ -220,9 +225,14 @@ def _start_model(start: Sequence[CellResult]) -> StartModel:
     judged, suites = _judgments(start), [result.suites for result in start]
     return StartModel(
         measures=_mean_measures(judged),
-        spread=fmean(float(judgment.column("score").std(correction=0)) for judgment in judged),
+        spread=fmean(_spread(judgment.column("score")) for judgment in judged),
         suites=summarize_suites(suites, suites),
     )
+
+
+def _spread(scores: Float[Tensor, " P"]) -> float:
+    """Compute the standard deviation of the scores that are known."""
+    return float(scores[~scores.isnan()].std(correction=0))
 
 
 def _arm(
@@ -335,7 +345,7 @@ def _win_rates(arms: Mapping[str, Sequence[CellResult]]) -> tuple[ArmWinRate, ..
     for a in arms:
         for b in arms:
             seeds = common_seeds(arms[a], arms[b])
-            if a != b and seeds:
+            if a != b and seeds and not (scores_of(arms[a], seeds) - scores_of(arms[b], seeds)).isnan().all():
                 rates[a, b] = _win_rate((a, arms[a]), (b, arms[b]), seeds, swapped=rates.get((b, a)))
     return tuple(rates.values())
 

@@ -36,6 +36,7 @@ class Measures:
 
     score: float | None = None
     score_std: float | None = None
+    unjudged: float | None = None
     proxy: float | None = None
     kl: float | None = None
     kl_se: float | None = None

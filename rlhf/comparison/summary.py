@@ -144,6 +144,7 @@ def notes(results: ComparisonResults) -> list[str]:
     unfinished = [f"{name}, seed {cell.seed}" for name, cell in _cells_with(results, "unfinished")]
     if unfinished:
         lines.append(f"Not finished: {'; '.join(unfinished)}. The same command continues.")
+    lines += _unjudged_note(results)
     if results.judge_is_trained_on:
         lines.append("The judge is the reward that the arms are trained on: gaming it cannot be seen. Set judge.")
     if len(results.seeds) == 1:
@@ -163,6 +164,17 @@ def notes(results: ComparisonResults) -> list[str]:
     if any(arm.kl_is_bound for arm in results.arms.values()):
         lines.append("Best-of-n trains nothing and is no part of the budget: its cost is paid at every use.")
     return lines
+
+
+def _unjudged_note(results: ComparisonResults) -> list[str]:
+    """Return a note of how many completions have no score of the judge, if any has none."""
+    seeds = [seed.measures for arm in results.arms.values() for seed in arm.seeds]
+    most = max(measures.unjudged or 0.0 for measures in (results.start_model.measures, *seeds))
+    text = (
+        f"The judge has no score for up to {most:.0f} of the {results.prompts} completions of a model: no verifier "
+        "applies to them: means are over the others, gains and win rates over the prompts on which both have a score."
+    )
+    return [text] if most else []
 
 
 def _cells_with(results: ComparisonResults, status: Status) -> list[tuple[str, SeedResult]]:

@@ -7,6 +7,7 @@ completions of every held-out prompt from the start model, scored by proxy and j
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ from rlhf.comparison.results import CurvePoint, SuiteFigure, Suites
 from rlhf.config.compare import START_FOLDER, BestOfNArm, BudgetConfig, CellConfig
 from rlhf.config.load import dump, validate
 from rlhf.errors import ConfigError, UserError
-from rlhf.evaluation.evaluate import diversity
+from rlhf.evaluation.evaluate import count_unjudged, diversity, filled
 from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound, picks
 from rlhf.evaluation.win_rate import Interval, bootstrap_crossed
 from rlhf.factory.data import load_prompts_of_run
@@ -53,7 +54,7 @@ from rlhf.suites.suite import Suite, find_suite
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, to_json
 from rlhf.tracking.view import View
-from rlhf.training.rollout import part_record, sample_records
+from rlhf.training.rollout import part_record
 from rlhf.types import Completions, Scores
 
 JUDGED = "judged.json"
@@ -63,8 +64,9 @@ JUDGED = "judged.json"
 class Judgment:
     """The content of judged.json: the mean metrics, and one record for each held-out prompt.
 
-    A record has row, prompt, completion, score (the judge's) and its parts, proxy (the trained-on reward's, if there is
-    one), kl and kl_exact (in nats; for best-of-n, kl is null and kl_exact is absent), length (in tokens) and finished.
+    A record has row, prompt, completion, score (the judge's), proxy (the trained-on reward's, where there is one),
+    kl and kl_exact (in nats; for best-of-n, kl is null and kl_exact is absent), length (in tokens) and finished. A
+    score is null where no verifier applies.
     """
 
     metrics: Mapping[str, float | None]
@@ -76,8 +78,9 @@ class Judgment:
         return [str(row["prompt"]) for row in self.rows]
 
     def column(self, name: str) -> Float[Tensor, " P"]:
-        """Return one number of every record, in the order of the prompts."""
-        return torch.tensor([row[name] for row in self.rows], dtype=torch.float64)
+        """Return one number of every record, in the order of the prompts; NaN where it is null."""
+        values = (row[name] for row in self.rows)
+        return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
     def write(self, folder: Path) -> None:
         """Write judged.json atomically: the cell is done once it exists."""
@@ -104,22 +107,25 @@ def judge_model(cell: CellConfig, path: str | None) -> Judgment:
     tokenizer_path = model_folder(path or train.policy.model)
     evaluation = evaluate_model(train, path, tokenizer_path)
     tokenizer = build_tokenizer(train.policy.model_copy(update={"model": tokenizer_path}))
-    records = sample_records(
-        evaluation.rollout,
-        make_decode(tokenizer),
-        step=-1,
-        split="judged",
-        limit=len(evaluation.rollout),
-        parts=evaluation.scores.parts,
-    )
+    records = evaluation.records(make_decode(tokenizer), step=-1, split="judged", limit=len(evaluation.rollout))
     exact = evaluation.exact_kl.tolist()
     records = [{**record, "kl_exact": value} for record, value in zip(records, exact, strict=True)]
     metrics: dict[str, float | None] = dict(evaluation.metrics)
     if cell.proxy is not None:
-        proxy = build_source(cell.proxy, tokenizer, make_engine(train.run))(evaluation.rollout).values
-        metrics["eval/proxy"] = float(proxy.double().mean())
-        records = [{**record, "proxy": float(value)} for record, value in zip(records, proxy, strict=True)]
+        proxy = build_source(cell.proxy, tokenizer, make_engine(train.run), leaves_out=True)(evaluation.rollout)
+        metrics["eval/proxy"] = float(_known(proxy).mean())
+        values = proxy.values.tolist()
+        records = [{**record, "proxy": to_json(value)} for record, value in zip(records, values, strict=True)]
     return Judgment(metrics, records)
+
+
+def _known(scores: Scores) -> Float[Tensor, " K"]:
+    """Return the scores of the completions that a verifier applies to.
+
+    Raises:
+        NonFiniteScores: there are none.
+    """
+    return filled(scores).values[~scores.values.isnan()].double()
 
 
 DRAWS = "draws.json"
@@ -185,8 +191,8 @@ def curve_of(gold: Float[Tensor, "P N"], proxy: Float[Tensor, "P N"]) -> list[Cu
         CurvePoint(
             n=float(n),
             kl=kl_bound(n),
-            score=float(expected_best(gold, proxy, n).mean()),
-            proxy=float(expected_best(proxy, proxy, n).mean()),
+            score=float(expected_best(gold, proxy, n).nanmean()),
+            proxy=float(expected_best(proxy, proxy, n).nanmean()),
         )
         for n in curve_sizes(gold.shape[1])
     ]
@@ -209,16 +215,17 @@ def _draw(
     batches = prompts.batches(max(1, train.sampling.batch_size // arm.samples))
     sampler = completer.player(train.environment, train.plugins)
     completions = concat([sampler.sample(batch, key=key, group_size=arm.samples) for batch in batches])
-    proxy = build_source(cell.proxy, completer.tokenizer, engine)(completions)
+    proxy = build_source(cell.proxy, completer.tokenizer, engine, leaves_out=True)(completions)
     seconds = time.perf_counter() - start
-    gold = build_source(judge, completer.tokenizer, engine)(completions)
+    gold = build_source(judge, completer.tokenizer, engine, leaves_out=True)(completions)
     return BestOfNSamples(completions, gold, proxy, arm.samples), seconds
 
 
 def _judged(draws: BestOfNSamples, arm: BestOfNArm, completer: Completer) -> Judgment:
     proxy, bound = draws.proxy_table(), kl_bound(arm.n)
     best = picks(proxy, arm.n) + torch.arange(len(proxy)) * draws.count
-    kept, golds, proxies = draws.completions.rows(best), draws.gold.values[best], draws.proxy.values[best]
+    kept = draws.completions.rows(best)
+    gold, picked = (Scores(values=scores.values[best], parts={}) for scores in (draws.gold, draws.proxy))
     decode = make_decode(completer.tokenizer)
     lengths = kept.completion_mask.sum(dim=1)
     rows: Sequence[Mapping[str, object]] = [
@@ -226,9 +233,9 @@ def _judged(draws: BestOfNSamples, arm: BestOfNArm, completer: Completer) -> Jud
             "row": row,
             "prompt": kept.references[row]["prompt"],
             "completion": decode(kept.completion_ids[row][kept.completion_mask[row]].tolist()),
-            "score": float(golds[row]),
+            "score": to_json(float(gold.values[row])),
             "parts": part_record(draws.gold.parts, int(best[row])),
-            "proxy": float(proxies[row]),
+            "proxy": to_json(float(picked.values[row])),
             "kl": None,  # not known for a single completion
             "length": int(lengths[row]),
             "finished": bool(kept.finished[row]),
@@ -236,9 +243,10 @@ def _judged(draws: BestOfNSamples, arm: BestOfNArm, completer: Completer) -> Jud
         for row in range(len(kept))
     ]
     metrics: dict[str, float | None] = {
-        "eval/score": float(golds.double().mean()),
-        "eval/score_std": float(golds.double().std(correction=0)),
-        "eval/proxy": float(proxies.double().mean()),
+        "eval/score": float(_known(gold).mean()),
+        "eval/score_std": float(_known(gold).std(correction=0)),
+        **count_unjudged(gold.values.isnan()),
+        "eval/proxy": float(_known(picked).mean()),
         "eval/kl": bound,
         "eval/length": float(lengths.double().mean()),
         "eval/finished": float(kept.finished.double().mean()),

@@ -15,7 +15,6 @@ from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.sampler import Sampler
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
-from rlhf.training.rollout import sample_records
 from rlhf.training.session import Recorder
 from rlhf.training.step import Loss
 from rlhf.types import Prompts
@@ -80,8 +79,7 @@ class PromptEvaluator:
             rows_per_pass=self.passes,
         )
         self.rows = {"score": evaluation.rollout.scores.tolist()}
-        parts, limit = evaluation.scores.parts, self.config.eval.samples
-        self.record(sample_records(evaluation.rollout, self.decode, step=step, split="eval", limit=limit, parts=parts))
+        self.record(evaluation.records(self.decode, step=step, split="eval", limit=self.config.eval.samples))
         return evaluation.metrics
 
 

@@ -9,7 +9,7 @@ lengths.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -30,7 +30,7 @@ from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.sampling.sampler import Sampler
 from rlhf.tracking.metrics import Metrics, describe
-from rlhf.training.rollout import turn_counts
+from rlhf.training.rollout import sample_records, turn_counts
 from rlhf.training.step import Loss, RowWiseLoss
 from rlhf.types import Completions, Prompts, Rollout, Scores
 
@@ -42,9 +42,17 @@ class PolicyEvaluation:
     """The result of an evaluation: the metrics, and the completions they were computed from, scored by the judge."""
 
     metrics: dict[str, float]
-    rollout: Rollout
-    scores: Scores
+    rollout: Rollout  # a completion that no verifier applies to has the mean score of the others
+    scores: Scores  # of the judge; NaN where no verifier applies
     exact_kl: Float[Tensor, " B"]  # nats, summed over the tokens of each completion; zero without a reference
+
+    def records(
+        self, decode: Callable[[Sequence[int]], str], *, step: int, split: str, limit: int
+    ) -> list[dict[str, object]]:
+        """Return the records of samples.jsonl for the first `limit` completions; the score None where it is NaN."""
+        records = sample_records(self.rollout, decode, step=step, split=split, limit=limit, parts=self.scores.parts)
+        missing = self.scores.values.isnan().tolist()
+        return [{**record, "score": None} if gone else record for record, gone in zip(records, missing, strict=False)]
 
 
 @torch.no_grad()
@@ -82,9 +90,9 @@ def evaluate_policy(
     )
     with models.engine.whole(models.policy, models.dtype):
         completions = concat([sampler.sample(batch, key=key, group_size=1) for batch in prompts])
-    scores = filled(judge(completions))
-    rollout, exact_kl = _score_rollout(completions, scores, models, passes)
-    metrics = _rollout_metrics(rollout)
+    scores = judge(completions)
+    rollout, exact_kl = _score_rollout(completions, filled(scores), models, passes)
+    metrics = _rollout_metrics(rollout, scores.values.isnan())
     if models.has_reference:
         metrics |= _reference_metrics(rollout, exact_kl)
     if proxy is not None:
@@ -157,19 +165,25 @@ def _forward(
     return logprobs, logprobs, torch.zeros_like(logprobs)
 
 
-def _rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Compute the metrics that need no reference."""
-    scores, mask = rollout.scores.double(), rollout.action_mask
+def _rollout_metrics(rollout: Rollout, unjudged: Bool[Tensor, " B"]) -> dict[str, float]:
+    """Compute the metrics that need no reference; those of the score leave out the completions without one."""
+    scores, mask = rollout.scores[~unjudged].double(), rollout.action_mask
     episodes = {"eval/turns": Mean.of(turn_counts(rollout)).value} if rollout.has_episodes else {}
     return {
         "eval/score": float(scores.mean()),
         "eval/score_std": float(scores.std(correction=0)),
+        **count_unjudged(unjudged),
         "eval/length": Mean.of(mask.sum(dim=1)).value,
         "eval/finished": Mean.of(rollout.finished).value,
         **episodes,
         **diversity(rollout),
         "eval/entropy": Mean.of(-rollout.logprobs, mask).value,
     }
+
+
+def count_unjudged(unjudged: Bool[Tensor, " B"]) -> dict[str, float]:
+    """Count the completions that no verifier of the judge applies to, by metric name; empty if there are none."""
+    return {"eval/unjudged": float(unjudged.sum())} if unjudged.any() else {}
 
 
 def _reference_metrics(rollout: Rollout, exact_kl: Float[Tensor, " B"]) -> dict[str, float]:

@@ -30,7 +30,9 @@ def expected_best(gold: Float[Tensor, "P N"], proxy: Float[Tensor, "P N"], n: in
 
         sum_{i=n}^{N}  C(i - 1, n - 1) / C(N, n) * gold_(i)
 
-    Samples with equal proxy scores share their weights equally, as if ties were broken at random.
+    Samples with equal proxy scores share their weights equally, as if ties were broken at random. A sample without a
+    proxy score (NaN) is below all others, and one without a gold score is left out: the weights of the others then sum
+    to one, and a prompt none of whose weighted samples has a gold score has the estimate NaN.
 
     Args:
         gold: the score to estimate.
@@ -45,9 +47,17 @@ def expected_best(gold: Float[Tensor, "P N"], proxy: Float[Tensor, "P N"], n: in
     weights = torch.tensor(
         [math.comb(i - 1, n - 1) / math.comb(total, n) for i in range(1, total + 1)], dtype=torch.float64
     )
-    ordered, order = proxy.double().sort(dim=1)
+    ordered, order = _lowest_if_missing(proxy).double().sort(dim=1)
     golds = gold.double().gather(1, order)
-    return (golds * _average_ties(weights.expand_as(ordered), ordered)).sum(dim=1)
+    shared = _average_ties(weights.expand_as(ordered), ordered)
+    known = ~golds.isnan()
+    best: Tensor = (golds.where(known, 0.0) * shared).sum(dim=1)
+    return best if known.all() else best / shared.where(known, 0.0).sum(dim=1)
+
+
+def _lowest_if_missing(proxy: Float[Tensor, "P N"]) -> Float[Tensor, "P N"]:
+    """Replace NaN by minus infinity."""
+    return proxy.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
 
 def _average_ties(weights: Float[Tensor, "P N"], ordered: Float[Tensor, "P N"]) -> Float[Tensor, "P N"]:
@@ -62,8 +72,11 @@ def _average_ties(weights: Float[Tensor, "P N"], ordered: Float[Tensor, "P N"]) 
 
 
 def picks(proxy: Float[Tensor, "P N"], n: int) -> Int[Tensor, " P"]:
-    """Return the index of the best of the first n samples of each prompt by the proxy; ties go to the first."""
-    return proxy[:, :n].argmax(dim=1)
+    """Return the index of the best of the first n samples of each prompt by the proxy; ties go to the first.
+
+    A sample without a proxy score (NaN) is below all others.
+    """
+    return _lowest_if_missing(proxy[:, :n]).argmax(dim=1)
 
 
 def curve_sizes(total: int) -> list[int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -14,6 +15,7 @@ from rlhf.tracking.metrics import format_interval
 
 RESAMPLES = 2000
 RESAMPLES_AT_ONCE = 250  # regressions fitted together; affects memory only
+DRAWS_AT_ONCE = 2**22  # indices drawn together; affects memory only
 RIDGE = 0.01  # a hundredth of the weight of one prompt
 MAX_NEWTON_STEPS, MAX_STEP_HALVINGS = 100, 40
 
@@ -40,8 +42,9 @@ class LengthControlled(Interval):
 
 
 def outcomes(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return 1 where A scores higher than B, 0 where lower, 0.5 where they tie."""
-    return (a > b).double() + 0.5 * (a == b).double()
+    """Return 1 where A scores higher than B, 0 where lower, 0.5 where they tie; NaN where one has no score."""
+    wins = (a > b).double() + 0.5 * (a == b).double()
+    return torch.where(a.isnan() | b.isnan(), torch.nan, wins)
 
 
 def win_rate(a: Float[Tensor, " N"], b: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
@@ -60,28 +63,31 @@ def length_controlled_win_rate(wins: Float[Tensor, "S P"], longer: Float[Tensor,
     length alone separates wins from losses. Swapping the sides gives one minus the result.
 
     Args:
-        wins: 1, 0.5 or 0 for A; seeds by prompts, resampled as in `bootstrap_crossed`.
+        wins: 1, 0.5 or 0 for A, NaN where it is not known, which is left out; seeds by prompts, resampled as in
+            `bootstrap_crossed`.
         longer: length of A's completion minus that of B's, in any one unit.
     """
     wins, longer = wins.double(), longer.double()
-    scale = longer.std(correction=0)
+    known = ~wins.isnan()
+    scale = longer[known].std(correction=0)
     # A constant difference has no scale: tanh(c / 0) is the sign of c.
     features = torch.tanh(longer / scale) if scale > 0 else longer.sign()
-    cells, index = torch.stack([features.flatten(), wins.flatten()]).unique(dim=1, return_inverse=True)
-    rows, columns = _crossed_draws(*wins.shape)
-    by_seed, by_prompt = _counts(rows, len(wins)), _counts(columns, wins.shape[1])
-    weights = torch.zeros(RESAMPLES, cells.shape[1], dtype=torch.float64)
-    for row, cell_index in enumerate(index.view(wins.shape)):
-        weights.index_add_(1, cell_index, by_seed[:, row, None] * by_prompt)
+    cells, index = torch.stack([features[known], wins[known]]).unique(dim=1, return_inverse=True)
     estimate = fit_logistic(torch.bincount(index, minlength=cells.shape[1]).double()[None], cells[0], cells[1])[0]
-    theta = torch.cat([fit_logistic(part, cells[0], cells[1])[:, 0] for part in weights.split(RESAMPLES_AT_ONCE)])
+    thetas = []
+    for by_seed, by_prompt in _crossed_counts(*wins.shape, at_once=RESAMPLES_AT_ONCE):
+        weights = torch.zeros(len(by_seed), cells.shape[1], dtype=torch.float64)
+        for row, cell_index in enumerate(index.split(known.sum(dim=1).tolist())):
+            weights.index_add_(1, cell_index, by_seed[:, row, None] * by_prompt[:, known[row]])
+        thetas.append(fit_logistic(weights, cells[0], cells[1])[:, 0])
+    theta = torch.cat(thetas)
     low, high = torch.quantile(theta.sigmoid(), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return LengthControlled(
         value=float(estimate[0].sigmoid()),
         low=low,
         high=high,
         length_effect=float(estimate[1]),
-        extrapolated=bool((longer > 0).all() or (longer < 0).all()),
+        extrapolated=bool((longer[known] > 0).all() or (longer[known] < 0).all()),
     )
 
 
@@ -128,11 +134,21 @@ def mean_difference(a: Float[Tensor, " N"], b: Float[Tensor, " N"], *, seed: int
 
 
 def bootstrap(values: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
-    """Compute the mean of `values` and its 95 % percentile interval over 2,000 resamples with replacement."""
-    index = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator(seed, "bootstrap"))
-    means = values.double()[index].mean(dim=1)
+    """Compute the mean of `values` and its 95 % percentile interval over 2,000 resamples with replacement.
+
+    A NaN is left out.
+    """
+    values_f64 = values.double()
+    values_f64 = values_f64[~values_f64.isnan()]
+    random, count = generator(seed, "bootstrap"), len(values_f64)
+    means = torch.cat(
+        [
+            values_f64[torch.randint(count, (resamples, count), generator=random)].mean(dim=1)
+            for resamples in _parts(DRAWS_AT_ONCE // count)
+        ]
+    )
     low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(float(values.double().mean()), low, high)
+    return Interval(float(values_f64.mean()), low, high)
 
 
 def bootstrap_crossed(values: Float[Tensor, "S P"]) -> Interval:
@@ -140,23 +156,54 @@ def bootstrap_crossed(values: Float[Tensor, "S P"]) -> Interval:
 
     All seeds share the prompts, so the two are crossed: each of the 2,000 resamples draws S seeds and P prompts with
     replacement and takes the mean over all their pairs (Owen 2007). With one seed this is the interval over prompts;
-    with two or three, the variance between seeds is only roughly estimated.
+    with two or three, the variance between seeds is only roughly estimated. A NaN is left out of every mean.
     """
-    seeds, prompts = values.shape
-    rows, columns = _crossed_draws(seeds, prompts)
     values_f64 = values.double()
-    # The mean over the drawn cells, from counts: counts_s^T V counts_p / (S P).
-    by_seed = _counts(rows, seeds) @ values_f64 / seeds
-    means = (by_seed * _counts(columns, prompts)).sum(dim=1) / prompts
+    known = ~values_f64.isnan()
+    means = torch.cat(
+        [
+            _crossed_mean(values_f64, known, by_seed, by_prompt)
+            for by_seed, by_prompt in _crossed_counts(*values.shape, at_once=DRAWS_AT_ONCE // values.shape[1])
+        ]
+    )
+    means = means[~means.isnan()]  # a resample of missing values alone
     low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(float(values_f64.mean()), low, high)
+    return Interval(float(values_f64[known].mean()), low, high)
 
 
-def _crossed_draws(seeds: int, prompts: int) -> tuple[Int[Tensor, "R S"], Int[Tensor, "R P"]]:
-    """Draw the indices of the seeds and of the prompts of every resample."""
+def _crossed_mean(
+    values: Float[Tensor, "S P"],
+    known: Bool[Tensor, "S P"],
+    by_seed: Float[Tensor, "R S"],
+    by_prompt: Float[Tensor, "R P"],
+) -> Float[Tensor, " R"]:
+    """Compute the mean over the drawn cells, from counts: counts_s^T V counts_p / (S P), over the known share."""
+    seeds, prompts = values.shape
+
+    def mean(cells: Float[Tensor, "S P"]) -> Float[Tensor, " R"]:
+        total: Tensor = ((by_seed @ cells / seeds) * by_prompt).sum(dim=1)
+        return total / prompts
+
+    return mean(values) if known.all() else mean(values.where(known, 0.0)) / mean(known.double())
+
+
+def _crossed_counts(
+    seeds: int, prompts: int, *, at_once: int
+) -> Iterator[tuple[Float[Tensor, "R S"], Float[Tensor, "R P"]]]:
+    """Yield how often every resample draws each seed and each prompt, for at most `at_once` resamples at a time."""
     random = generator(0, "bootstrap")
     rows = torch.randint(seeds, (RESAMPLES, seeds), generator=random)
-    return rows, torch.randint(prompts, (RESAMPLES, prompts), generator=random)
+    done = 0
+    for resamples in _parts(at_once):
+        columns = torch.randint(prompts, (resamples, prompts), generator=random)
+        yield _counts(rows[done : done + resamples], seeds), _counts(columns, prompts)
+        done += resamples
+
+
+def _parts(at_once: int) -> list[int]:
+    """Divide the resamples into parts of at most `at_once`, at least one."""
+    size = max(1, at_once)
+    return [min(size, RESAMPLES - start) for start in range(0, RESAMPLES, size)]
 
 
 def _counts(drawn: Int[Tensor, "R K"], size: int) -> Float[Tensor, "R K"]:

@@ -120,7 +120,9 @@ def compare_models(config: TrainConfig, run: str, against: str) -> PolicyCompari
         )
     length_difference = _length_difference(after, before)
     scored = _score_source(config) is not None
-    a, b = after.evaluation.rollout.scores, before.evaluation.rollout.scores
+    a, b = after.evaluation.scores.values, before.evaluation.scores.values
+    if (a - b).isnan().all():
+        raise DataError(f"there is no held-out prompt on which a verifier applies to both {run} and {against}")
     verdicts = judge(after.texts.prompts, after.texts.completions, before.texts.completions) if judge else None
     return PolicyComparison(
         prompts=len(a),
@@ -241,7 +243,7 @@ def _build_cost(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, engine:
     """Build the source of costs, if the configuration has one."""
     if config.reward is None or config.reward.cost is None:
         return None
-    return build_source(config.reward.cost.source, tokenizer, engine)
+    return build_source(config.reward.cost.source, tokenizer, engine, leaves_out=True)
 
 
 def _zero_scores(completions: Completions) -> Scores:

@@ -289,7 +289,7 @@ def _build_cost(config: OnlineConfig, context: RunContext, tokenizer: PreTrained
     if config.reward.cost is None:
         return None
     identify_source(config.reward.cost.source, context, "reward.cost.source")
-    return build_source(config.reward.cost.source, tokenizer, context.engine, context.notes.append)
+    return build_source(config.reward.cost.source, tokenizer, context.engine, context.notes.append, leaves_out=True)
 
 
 def _make_reward(config: OnlineConfig, context: RunContext, built: _Models) -> RewardSource:

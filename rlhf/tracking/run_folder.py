@@ -67,6 +67,20 @@ class FolderLock:
         self._lock = None
 
 
+def is_in_use(folder: Path) -> bool:
+    """Return whether a process has the lock of a folder; True too where that cannot be known."""
+    path = folder.resolve() / LOCK
+    if not path.is_file():
+        return False
+    lock = FileLock(path, blocking=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except (Timeout, OSError):  # the file system has no locks, or the file is another user's
+        return True
+    lock.release()
+    return False
+
+
 def _owner(path: Path) -> str:
     """Format the pid stored in the lock file, or return an empty string if it cannot be read."""
     with contextlib.suppress(OSError):

@@ -8,8 +8,8 @@ ESTIMATES = [
     Mutant(
         name="seeds-counted-as-prompts",
         file="rlhf/evaluation/win_rate.py",
-        before="by_seed = _counts(rows, seeds) @ values_f64 / seeds",
-        after="by_seed = values_f64.mean(dim=0).expand(RESAMPLES, prompts)",
+        before="((by_seed @ cells / seeds) * by_prompt)",
+        after="(cells.mean(dim=0) * by_prompt)",
         why="intervals leave out what a seed changes: two runs of one algorithm look significantly different",
         tests=("tests/evaluation/test_best_of_n.py",),
     ),
@@ -24,8 +24,8 @@ ESTIMATES = [
     Mutant(
         name="ties-are-losses-at-equal-length",
         file="rlhf/evaluation/win_rate.py",
-        before="return (a > b).double() + 0.5 * (a == b).double()",
-        after="return (a > b).double()",
+        before="wins = (a > b).double() + 0.5 * (a == b).double()",
+        after="wins = (a > b).double()",
         why="a model that ties with itself loses to itself",
         tests=("tests/cli/test_eval_against.py", "tests/evaluation/test_length_control.py"),
     ),
@@ -40,8 +40,8 @@ ESTIMATES = [
     Mutant(
         name="seeds-share-one-row-of-lengths",
         file="rlhf/evaluation/win_rate.py",
-        before="weights.index_add_(1, cell_index, by_seed[:, row, None] * by_prompt)",
-        after="weights.index_add_(1, cell_index, by_prompt)",
+        before="weights.index_add_(1, cell_index, by_seed[:, row, None] * by_prompt[:, known[row]])",
+        after="weights.index_add_(1, cell_index, by_prompt[:, known[row]])",
         why="seeds are not resampled: two runs of one algorithm look significantly different",
         tests=("tests/evaluation/test_length_control.py",),
     ),
@@ -56,8 +56,8 @@ ESTIMATES = [
     Mutant(
         name="best-of-n-ties-go-to-the-last",
         file="rlhf/evaluation/frontier.py",
-        before="(golds * _average_ties(weights.expand_as(ordered), ordered))",
-        after="(golds * weights)",
+        before="shared = _average_ties(weights.expand_as(ordered), ordered)",
+        after="shared = weights.expand_as(ordered)",
         why="among equal proxies the order of the samples decides",
         tests=("tests/evaluation/test_best_of_n.py",),
     ),

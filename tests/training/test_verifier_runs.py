@@ -13,6 +13,7 @@ from runs import ppo_tree, trained, write_rows
 from rlhf.algo.advantages import fill_missing, uniform_groups
 from rlhf.errors import NonFiniteScores
 from rlhf.evaluation.evaluate import filled
+from rlhf.factory.evaluation import START, compare_models
 from rlhf.types import Scores
 
 VERIFIER = {
@@ -65,6 +66,36 @@ def test_a_verifier_that_abstains_makes_no_metric_and_no_step_nan(tmp_path: Path
         assert 0 < row["verifier/none"] < 1
         assert [name for name, value in row.items() if value is None] == []  # NaN is null in the file
         assert row["skipped/nonfinite"] == 0
+
+
+def test_an_evaluation_counts_what_has_no_grade_and_leaves_it_out(tmp_path: Path) -> None:
+    settings = tree(tmp_path)
+    settings["data"]["eval_prompts"] = settings["data"]["prompts"]
+    run = trained(settings, "algorithm.preset=grpo", "schedule.steps=1", "eval.every=1", "eval.samples=8")
+    folder = run.session.recorder.folder
+    held_out = [sample for sample in folder.read_samples() if sample["split"] == "eval"]
+    assert {sample["score"] is None for sample in held_out} == {True, False}
+    known = [sample["score"] for sample in held_out if sample["step"] == 1 and sample["score"] is not None]
+    metrics = folder.read_metrics()[-1]
+    assert metrics["eval/score"] == pytest.approx(sum(known) / len(known))
+    assert metrics["eval/unjudged"] == 8 - len(known)
+    comparison = compare_models(run.config, str(folder.path), START)
+    assert comparison.run["eval/unjudged"] == comparison.reference["eval/unjudged"] == 8 - len(known)
+    assert comparison.difference is not None
+    assert comparison.win_rate is not None
+    gain = comparison.run["eval/score"] - comparison.reference["eval/score"]
+    assert comparison.difference.value == pytest.approx(gain, abs=1e-9)
+
+
+def test_a_cost_that_does_not_apply_stops_no_step(tmp_path: Path) -> None:
+    (tmp_path / "abstains.py").write_text(ABSTAINS)
+    cost = {"source": {"type": "verifier", "name": f"{tmp_path / 'abstains.py'}:grade", "workers": 1}}
+    settings = ppo_tree(tmp_path)
+    settings["reward"]["cost"] = cost
+    run = trained(settings, "schedule.steps=2", "eval.every=2")
+    rows = run.session.recorder.folder.read_metrics()
+    assert all(math.isfinite(row["cost/mean"]) for row in rows[1:])
+    assert math.isfinite(rows[-1]["eval/cost"])
 
 
 def test_a_missing_score_does_not_move_the_mean_of_an_evaluation() -> None:
