@@ -24,6 +24,7 @@ from rlhf.config.presets import (
     sizes_of_preset,
 )
 from rlhf.errors import ConfigError
+from rlhf.plugins import load_plugins
 
 CONFIGS = "configs"
 RUN_CONFIG = "config.yaml"
@@ -225,8 +226,12 @@ def merge_overrides(base: Tree, over: Tree) -> Tree:
     """Merge `over` into `base`; its settings win, also over settings of `base` that exclude them.
 
     If `over` names a preset other than the base's, the sizes that this preset sets are applied too.
+
+    Raises:
+        ConfigError: a plug-in, which may define what a choice excludes, cannot be imported.
     """
     base, over = merge({}, base), merge({}, over)
+    load_plugins({**base, **over})
     base = drop_other_types(base, over)
     return merge(merge(drop_overruled(base, over), _sizes_of_new_preset(base, over)), over)
 

@@ -228,7 +228,8 @@ class DetoxSuite(AnswerSuite):
         rows = [item.value for item in items]
         answers = sample_answers(subject, [row.prompt for row in rows], key=self.sampling_key, greedy=self.greedy)
         texts, sentences = [text.strip() for text in answers.texts], [row.sentence for row in rows]
-        surprise = None if self.fluency_model is None else perplexities(context.load(self.fluency_model), texts)
+        measures = None if self.fluency_model is None else context.load(self.fluency_model)
+        surprise = None if measures is None else perplexities(measures, texts)
         judged = judge(sentences, texts, surprise, self.max_perplexity)
         figures = judged.figures("", "rewrites", self.seed)
         left_out = []
@@ -239,9 +240,9 @@ class DetoxSuite(AnswerSuite):
             figures.append(mean_estimate("log_perplexity", logs, "nats per token under fluency_model", seed=self.seed))
         human = [(row.sentence, row.rewrites[0]) for row in rows if row.rewrites]
         if human:
-            people = judge([sentence for sentence, _ in human], [text for _, text in human], None, None)
+            people = self._judge(measures, [sentence for sentence, _ in human], [text for _, text in human])
             figures += people.figures("human_", "people's rewrites", self.seed)
-        copies = judge(sentences, sentences, None, None)
+        copies = self._judge(measures, sentences, sentences)
         figures.append(mean_estimate("copy_j", copies.joint, "J of copies of the sentences", seed=self.seed))
         skipped, notes = skipped_and_notes(skips)
         return SuiteResult(
@@ -252,3 +253,8 @@ class DetoxSuite(AnswerSuite):
             notes=notes,
             examples=judged.examples(sentences, texts),
         )
+
+    def _judge(self, measures: Subject | None, sentences: Sequence[str], texts: Sequence[str]) -> Judged:
+        """Judge texts that no model sampled as those that one did, with the same limit of the perplexity."""
+        surprise = None if measures is None or self.max_perplexity is None else perplexities(measures, texts)
+        return judge(sentences, texts, surprise, self.max_perplexity)

@@ -45,7 +45,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """A Subject as a model of lm-eval.
 
     Prompts too long for its context lose their start, and `shortened` counts them; so do continuations that do not fit
-    into the context themselves, and `cut_continuations` counts these.
+    into the context themselves, and `cut_continuations` counts these. An answer has at most half of the context;
+    `limited_answers` counts those that the task would let be longer.
     """
 
     def __init__(self, subject: Subject, *, seed: int) -> None:
@@ -55,6 +56,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         self.seed = seed
         self.shortened = 0
         self.cut_continuations = 0
+        self.limited_answers = 0
 
     @property
     def eot_token_id(self) -> int:
@@ -156,7 +158,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return subject.texts(subject.sample(ids, contexts, key=key, greedy=settings.temperature is None))
 
     def _generation_settings(self, arguments: Mapping[str, Any]) -> _GenerationSettings:
-        """Parse the generation arguments of a request.
+        """Parse the generation arguments of a request, and count it if the context is too short for its answer.
 
         Raises:
             ConfigError: the request samples with arguments that we do not support.
@@ -164,10 +166,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         temperature = _temperature(arguments)
         if temperature is not None:
             _check_sampling(arguments)
-        tokens = int(arguments.get("max_gen_toks") or arguments.get("max_new_tokens") or MAX_NEW_TOKENS)
-        if self.subject.context is not None:
-            tokens = min(tokens, max(1, self.subject.context // 2))
-        return _GenerationSettings(tokens, temperature)
+        wanted = int(arguments.get("max_gen_toks") or arguments.get("max_new_tokens") or MAX_NEW_TOKENS)
+        most = wanted if self.subject.context is None else max(1, self.subject.context // 2)
+        self.limited_answers += wanted > most
+        return _GenerationSettings(min(wanted, most), temperature)
 
     def _fit_continuation(self, ids: list[int]) -> list[int]:
         """Drop the start of a continuation that leaves no token of the context to its prompt, and count it."""
@@ -217,6 +219,11 @@ def _notes(model: HarnessModel) -> Iterator[str]:
         yield f"{model.shortened:,} prompts were too long for the model and lost their start"
     if model.cut_continuations:
         yield f"{model.cut_continuations:,} continuations were too long for the model: only their ends were scored"
+    if model.limited_answers:
+        yield (
+            f"{model.limited_answers:,} answers were limited to half of the model's context, which is fewer tokens "
+            "than the task allows"
+        )
 
 
 def _folder(include: str | None) -> str | None:

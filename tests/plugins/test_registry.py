@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from rlhf.config.load import validate
+from rlhf.config.files import format_yaml
+from rlhf.config.load import load_train, validate
+from rlhf.config.sections import OnlineConfig
 from rlhf.errors import ConfigError
 from rlhf.plugins import as_settings, load_plugins, plugin_of, plugins_in
 from rlhf.section import Choice, Facts, OneOf, Section, Usual, description, rules_of, walk
@@ -166,3 +168,32 @@ def test_a_plugin_that_is_not_there_is_named(plugins: object, message: str) -> N
 def test_an_unknown_member_is_no_instance() -> None:
     with pytest.raises(ValidationError):
         Drawing(shape=3)  # type: ignore[arg-type]
+
+
+def test_an_advantage_of_a_plugin_keeps_the_settings_that_it_reads(tmp_path: Path) -> None:
+    """The file is merged with the command line, which names an advantage that only the plug-in knows."""
+    plugin, file = tmp_path / "own_gae.py", tmp_path / "run.yaml"
+    plugin.write_text(OWN_GAE)
+    train = {
+        "plugins": [str(plugin)],
+        "algorithm": {"preset": "ppo", "value_loss": {"clip_eps": 0.3}},
+        "policy": {"model": "m"},
+        "data": {"prompts": {"path": "p"}},
+        "reward": {"source": {"type": "model", "path": "r"}},
+    }
+    file.write_text(format_yaml(train))
+    config = load_train(file, ["algorithm.advantage.type=own_gae"])
+    assert isinstance(config, OnlineConfig)
+    assert config.algorithm.value_loss is not None
+    assert config.algorithm.value_loss.clip_eps == 0.3
+
+
+OWN_GAE = """
+from typing import Literal
+from rlhf.algorithms.gae import Gae
+
+class OwnGae(Gae):
+    \"\"\"GAE by another name.\"\"\"
+
+    type: Literal["own_gae"] = "own_gae"
+"""

@@ -88,6 +88,17 @@ def test_a_rewrite_that_surprises_is_not_fluent(tmp_path: Path) -> None:
     assert values(loose)["log_perplexity"] == pytest.approx(math.log(2), abs=1e-3)
 
 
+@pytest.mark.usefixtures("judges")
+def test_people_s_rewrites_and_copies_have_the_same_limit(tmp_path: Path) -> None:
+    model = subject(tmp_path / "m", WORDS, TABLE)
+    other = subject(tmp_path / "o", WORDS, {**TABLE, "kind": {"nice": 0.5, "bad": 0.5}}, like=model)
+    row = {"prompt": "rude", "sentence": "kind nice", "rewrites": ["kind nice"]}
+    path = write_rows(tmp_path / "d.jsonl", [row])
+    for limit, fluent in ((1.9, 0.0), (2.1, 1.0)):
+        got = values(run_detox(make(path, fluency_model="o", max_perplexity=limit), model, fluency_model=other))
+        assert (got["fluency"], got["human_fluency"], got["human_j"], got["copy_j"]) == (fluent,) * 4
+
+
 def test_perplexity_is_of_the_tokens_after_the_first(tmp_path: Path) -> None:
     model = subject(tmp_path / "m", WORDS, {**TABLE, "kind": {"nice": 0.25, "bad": 0.75}})
     assert perplexities(model, ["kind nice", "kind", ""]) == pytest.approx([4.0, 1.0, 1.0], rel=1e-3)

@@ -138,6 +138,15 @@ def test_a_continuation_as_long_as_the_context_is_scored_at_its_end(tmp_path: Pa
         assert (model.shortened, model.cut_continuations) == (0, cut)
 
 
+@pytest.mark.parametrize("tokens, limited", [(32, []), (33, ["3"])])
+def test_answers_that_the_context_limits_are_told(tasks: Path, tmp_path: Path, tokens: int, limited: list[str]) -> None:
+    """The context is 64, of which an answer may take half."""
+    written = (tasks / "written.yaml").read_text().replace("max_gen_toks: 4", f"max_gen_toks: {tokens}")
+    (tasks / "written.yaml").write_text(written)
+    notes = [note for note in run(tasks, tmp_path, "our_writing").notes if "half of the model's context" in note]
+    assert [note.split()[0] for note in notes] == limited
+
+
 @pytest.mark.slow  # lm-eval reads the names of all its tasks
 def test_an_unknown_task(tasks: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no task 'our_choise'; did you mean our_choice"):
