@@ -194,7 +194,7 @@ class CellProcess:
 
     def __init__(self, cell: Cell, place: int, *, jobs: int, processes: int = 1) -> None:
         """Start the cell in slot `place` of the `jobs` slots, in `processes` processes if it trains."""
-        self.cell = cell
+        self.cell, self._jobs = cell, jobs
         self._launched = processes > 1 and cell.config.budget is not None
         self._stop_requested = False
         environment = resource_environment(
@@ -226,7 +226,7 @@ class CellProcess:
         if code == INTERRUPTED or self._stop_requested:
             return "interrupted"
         error = extract_error(self.cell.folder / ERRORS, code, launched=self._launched)
-        record_failure(self.cell.folder, error)
+        record_failure(self.cell.folder, error + advice_on_memory(error, self.cell, self._jobs))
         return "failed"
 
     def stop(self) -> None:
@@ -287,6 +287,18 @@ def extract_error(log: Path, code: int, *, launched: bool = False) -> str:
     if code < 0:
         return f"the process was ended by {signal.Signals(-code).name}; if nobody sent it, probably out of memory"
     return f"{lines[-1] if lines else f'exit code {code}'} (all of it is in {log})"
+
+
+MEMORY_ENDED = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "ALLOC_FAILED")
+
+
+def advice_on_memory(error: str, cell: Cell, jobs: int) -> str:
+    """Return what to do about a cell that ran out of memory beside others, to append to its error; else nothing."""
+    if jobs == 1 or not any(words in error for words in MEMORY_ENDED):
+        return ""
+    # A trial of tuning that failed is a loss that later rounds were planned with: it is not run again.
+    again = "" if cell.config.trial is not None else ", and the same command tries it again"
+    return f". {jobs} cells ran at once and share the memory: set jobs lower{again}"
 
 
 def count_cores() -> int:

@@ -8,12 +8,13 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import compare_tree, compared, failing_arm, plan_of
+from cases import at_once, compare_tree, compared, failing_arm, plan_of
 from rich.console import Console
 
 from rlhf.api.comparing import run_compare
@@ -24,13 +25,17 @@ from rlhf.comparison.scheduler import (
     ERRORS,
     FAILED,
     CellProcess,
+    Running,
+    advice_on_memory,
     extract_error,
     failure_of,
     resource_environment,
+    run_cells,
     visible_devices,
 )
 from rlhf.comparison.terminal import ComparisonTerminal
 from rlhf.comparison.trial import INTERRUPTED, JUDGED
+from rlhf.comparison.view import ComparisonView
 from rlhf.config.load import compare_config
 from rlhf.errors import ConfigError
 from rlhf.tracking.trackers import read_jsonl
@@ -190,6 +195,56 @@ def test_the_words_that_ended_a_process(tmp_path: Path) -> None:
     assert extract_error(log, 2) == "policy.model: no such folder\nsecond line"
     assert extract_error(log, 1).startswith("second line (all of it is in")
     assert "SIGKILL" in extract_error(log, -9)
+
+
+NO_MEMORY = """
+from pathlib import Path
+
+import torch
+
+
+def score(*, completions, **rest):
+    if Path({full!r}).exists():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return [float(text.count("good")) for text in completions]
+"""
+
+
+@pytest.mark.usefixtures("warm_start")
+def test_a_cell_without_memory_beside_others_names_jobs_and_is_tried_again(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.touch()
+    (tmp_path / "reward.py").write_text(NO_MEMORY.format(full=str(full)))
+    reward = {"type": "function", "target": f"{tmp_path / 'reward.py'}:score"}
+    tree = compare_tree(tmp_path, seeds=[0], jobs=2, arms={"ppo": None, "dpo": None, "best_of_n": None})
+
+    def start(cell: Cell, place: int) -> Running:
+        return CellProcess(cell, place, jobs=2) if cell.arm == "grpo" else at_once(cell, place)
+
+    tree["reward_source"] = reward
+    plan = plan_of(tree)
+    judged_first = replace(plan, cells=plan.of("start"))
+    full.unlink()
+    run_cells(judged_first, start, ComparisonView())
+    full.touch()
+    assert run_compare(compare_config(tree), beside=Path(), start=start)
+    folder = tmp_path / "compare" / "grpo" / "seed-0"
+    error = failure_of(folder) or ""
+    assert "CUDA out of memory" in error
+    assert error.endswith(
+        "2 cells ran at once and share the memory: set jobs lower, and the same command tries it again"
+    )
+    full.unlink()
+    assert compared({**tree, "jobs": 1})
+    assert (folder / JUDGED).is_file()
+    assert results_of(folder.parents[1])["arms"]["grpo"]["status"] == "done"
+
+
+def test_what_is_advised_about_memory(tmp_path: Path) -> None:
+    plan = plan_of(compare_tree(tmp_path))
+    assert advice_on_memory("CUDA out of memory", plan.cells[0], 1) == ""
+    assert advice_on_memory("policy.model: no such folder", plan.cells[0], 8) == ""
+    assert "set jobs lower" in advice_on_memory(extract_error(tmp_path / ERRORS, -9), plan.cells[0], 8)
 
 
 def test_lines_are_shown_once_and_whole(tmp_path: Path) -> None:
