@@ -399,7 +399,9 @@ def merged_copy(model: CausalLM, state: dict[str, Tensor] | None) -> PreTrainedM
         duplicate = make_dense(copy.deepcopy(model))
     else:
         base = base_model(model)
-        plain = AutoModelForCausalLM.from_config(base.config, dtype=next(iter(state.values())).dtype)
+        dtype = next(iter(state.values())).dtype
+        # Not by AutoModelForCausalLM, which does not know the class of a model that came with its own code.
+        plain = type(base)._from_config(copy.deepcopy(base.config), dtype=dtype)
         plain.generation_config = copy.deepcopy(base.generation_config)
         duplicate = plain
         if is_adapted(model):

@@ -18,6 +18,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
 )
 
@@ -385,6 +387,28 @@ def test_reward_model_and_critic_start_from_an_adapters_folder(tmp_path: Path) -
     plain = load_scalar_head(str(source), tokenizer, new_head="zero").classifier.base_model.state_dict()
     assert not all(torch.equal(theirs[name], plain[name]) for name in merged)
     assert critic.head.weight.abs().max() == 0
+
+
+class OwnConfig(LlamaConfig):
+    """The configuration of a model that came with its own code."""
+
+    model_type = "own"
+
+
+class OwnModel(LlamaForCausalLM):
+    """A model that transformers does not know."""
+
+    config_class = OwnConfig
+
+
+def test_a_model_with_its_own_code_is_copied_from_the_weights_of_all_ranks() -> None:
+    """As under ZeRO-3: the copy is made of the configuration and the gathered weights."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = OwnModel(OwnConfig(vocab_size=VOCAB, **sizes))
+    merged = merged_copy(model, model.state_dict())
+    assert type(merged) is OwnModel
+    assert merged is not model
+    assert torch.equal(logits(merged), logits(model))
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
