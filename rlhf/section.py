@@ -125,7 +125,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_truth_as_number(cls, value: object, info: Any) -> object:
-        """Refuse true and false in place of a number: pydantic would read 1 and 0."""
+        """Check that no number is given as true or false, which pydantic would read as 1 and 0."""
         if _has_truth(value) and info.field_name in _numeric_fields(cls):
             raise PydanticCustomError("number_type", "Input should be a number")
         return value
