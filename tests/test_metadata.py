@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 import rlhf
 
@@ -35,6 +36,15 @@ def test_the_metadata_says_what_the_package_is_and_names_no_address_that_does_no
     assert "urls" not in PROJECT
     for package in ("rlhf", "reward_model"):
         assert (ROOT / package / "py.typed").is_file()
+
+
+def test_the_oldest_torch_has_what_the_package_calls() -> None:
+    """`fp32_precision` came with 2.9: before, a run on a GPU ended at its start with an AttributeError."""
+    torch = next(need for need in map(Requirement, PROJECT["dependencies"]) if need.name == "torch")
+    assert [version for version in ("2.6.0", "2.8.0", "2.9.0", "2.13.0") if version in torch.specifier] == [
+        "2.9.0",
+        "2.13.0",
+    ]
 
 
 def test_the_version_is_that_of_the_project() -> None:
