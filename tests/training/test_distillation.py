@@ -537,8 +537,9 @@ def test_another_vocabulary_is_refused_with_the_first_id(tmp_path: Path) -> None
             online(tree)
 
 
-def test_another_end_of_answers_is_refused(tmp_path: Path) -> None:
-    tree = with_teacher(tmp_path)
+@pytest.mark.parametrize("preset", ["distill", "opd"])
+def test_another_end_of_answers_is_refused(tmp_path: Path, preset: str) -> None:
+    tree = with_teacher(tmp_path, preset)
     path = tmp_path / "teacher" / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [2, 5]}))
     with pytest.raises(ConfigError, match=r"5 \('bad'\) ends one of the teacher"):
