@@ -520,6 +520,21 @@ def test_a_teacher_in_place_of_a_reference_that_is_not_measured(tmp_path: Path) 
     assert not column(tree, "kl/teacher")
 
 
+def test_eval_measures_to_the_teacher_that_the_run_measured_to(tmp_path: Path) -> None:
+    tree = with_teacher(tmp_path, "opd", schedule={"steps": 1})
+    trained(tree)
+    run = Path(tree["run"]["out_dir"])
+    assert main(["eval", str(run), "--against", str(tmp_path / "teacher")]) == 0
+    [file] = run.glob("eval-*.json")
+    results = json.loads(file.read_text())
+    assert results["reference"]["eval/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert results["run"]["eval/kl_exact"] == pytest.approx(column(tree, "eval/kl_exact")[-1], rel=1e-4)
+    assert main(["eval", str(run)]) == 0
+    start = json.loads((run / "eval.json").read_text())["reference"]
+    assert start["eval/kl_exact"] == pytest.approx(column(tree, "eval/kl_exact")[0], rel=1e-4)
+    assert start["eval/kl_exact"] > 0.01
+
+
 # What is refused
 
 
