@@ -195,7 +195,7 @@ def evaluate_model(
 
     Args:
         config: the configuration of the run.
-        path: the model, None for the run's reference.
+        path: the model, None for reference.model, or without one the model that the run started from.
         tokenizer_from: the run or model folder whose tokenizer is used.
         with_reference: whether the KL to the run's reference is measured.
 
@@ -231,11 +231,13 @@ def evaluate_model(
 def _load_models(
     config: TrainConfig, path: str | None, tokenizer: PreTrainedTokenizerBase, engine: Engine, *, with_reference: bool
 ) -> Models:
-    start = model_folder(config.reference.model or config.policy.model)
-    policy = move_to(_load(config, model_folder(path) if path else start, tokenizer), engine.device)
+    start = config.reference.model or config.policy.model
+    policy = move_to(_load(config, model_folder(path or start), tokenizer), engine.device)
     models = policy_alone(policy, config.policy, engine, temperature=config.sampling.temperature)
-    if with_reference:
-        models.reference = move_to(_load(config, start, tokenizer), engine.device)
+    if with_reference:  # the one of the run: a teacher may have taken its place
+        reference = model_folder(config.reference_model or config.policy.model)
+        trust = config.trusts_reference
+        models.reference = move_to(_load(config, reference, tokenizer, trust=trust), engine.device)
     return models
 
 
@@ -265,8 +267,11 @@ def _score_source(config: TrainConfig) -> Source | None:
     )
 
 
-def _load(config: TrainConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=config.policy.trust_remote_code)
+def _load(
+    config: TrainConfig, path: str, tokenizer: PreTrainedTokenizerBase, *, trust: bool | None = None
+) -> PreTrainedModel:
+    trust = config.policy.trust_remote_code if trust is None else trust
+    model = load_causal_lm(path, dtype=config.policy.dtype, trust_remote_code=trust)
     check_vocabulary(model, tokenizer, path)
     return freeze(model)
 

@@ -110,7 +110,7 @@ def build_online_models(config: OnlineConfig, context: RunContext, tokenizer: Pr
             reference = build_reference(config, tokenizer, context.engine)
     if config.reference.model is not None:
         context.identify_model("reference.model", config.reference.model)
-    teacher = build_teacher(config, context, tokenizer, policy)
+    teacher = build_teacher(config, context, tokenizer, policy, reference)
     models = replace(
         policy_alone(policy, config.policy, engine, temperature=config.sampling.temperature),
         reference=engine.freeze("reference", reference) if reference is not None else None,

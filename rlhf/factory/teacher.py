@@ -36,11 +36,15 @@ PROBE = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "c
 
 
 def build_teacher(
-    config: TrainConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, policy: CausalLM
+    config: TrainConfig,
+    context: RunContext,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: CausalLM,
+    reference: CausalLM | None = None,
 ) -> TeacherSource | None:
     """Build the teacher of a loss that compares with one, and record its weights; None for any other run.
 
-    A teacher in place of the reference is checked here, and loaded as the reference.
+    A teacher in place of the reference is checked here, and was loaded as the reference.
 
     Raises:
         UserError: it cannot be loaded or reached, or does not fit the policy.
@@ -55,10 +59,12 @@ def build_teacher(
     needs = teacher_context(config, tokenizer, policy, context.engine, warn=context.notes.append)
     if config.algorithm.compares_with_teacher:
         return config.teacher.build(needs)
-    reference = config.reference_model
-    assert reference is not None, "the configuration refuses a teacher that cannot stand in for the reference"
-    own = config.teacher if isinstance(config.teacher, ModelTeacher) else ModelTeacher(model=reference)
-    check_tokenizers(own, needs)
+    path = config.reference_model
+    assert path is not None, "the configuration refuses a teacher that cannot stand in for the reference"
+    section = config.teacher if isinstance(config.teacher, ModelTeacher) else ModelTeacher(model=path)
+    own = check_tokenizers(section, needs)
+    if reference is not None:
+        _check_stops(stop_token_ids(own, needs.chat, eos_ids(reference, own)), needs, section.model)
     return None
 
 

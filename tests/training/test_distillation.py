@@ -520,6 +520,21 @@ def test_a_teacher_in_place_of_a_reference_that_is_not_measured(tmp_path: Path) 
     assert not column(tree, "kl/teacher")
 
 
+def test_eval_measures_to_the_teacher_that_the_run_measured_to(tmp_path: Path) -> None:
+    tree = with_teacher(tmp_path, "opd", schedule={"steps": 1})
+    trained(tree)
+    run = Path(tree["run"]["out_dir"])
+    assert main(["eval", str(run), "--against", str(tmp_path / "teacher")]) == 0
+    [file] = run.glob("eval-*.json")
+    results = json.loads(file.read_text())
+    assert results["reference"]["eval/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert results["run"]["eval/kl_exact"] == pytest.approx(column(tree, "eval/kl_exact")[-1], rel=1e-4)
+    assert main(["eval", str(run)]) == 0
+    start = json.loads((run / "eval.json").read_text())["reference"]
+    assert start["eval/kl_exact"] == pytest.approx(column(tree, "eval/kl_exact")[0], rel=1e-4)
+    assert start["eval/kl_exact"] > 0.01
+
+
 # What is refused
 
 
@@ -537,8 +552,9 @@ def test_another_vocabulary_is_refused_with_the_first_id(tmp_path: Path) -> None
             online(tree)
 
 
-def test_another_end_of_answers_is_refused(tmp_path: Path) -> None:
-    tree = with_teacher(tmp_path)
+@pytest.mark.parametrize("preset", ["distill", "opd"])
+def test_another_end_of_answers_is_refused(tmp_path: Path, preset: str) -> None:
+    tree = with_teacher(tmp_path, preset)
     path = tmp_path / "teacher" / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [2, 5]}))
     with pytest.raises(ConfigError, match=r"5 \('bad'\) ends one of the teacher"):
