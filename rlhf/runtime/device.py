@@ -125,7 +125,7 @@ def choose_precision(config: C) -> tuple[C, list[str]]:
 
 def _gpu_has_bfloat16() -> bool:
     """Return whether the GPU computes in bfloat16 itself; those before Ampere emulate it, and are slower with it."""
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def cpu_has_bfloat16_products() -> bool:
