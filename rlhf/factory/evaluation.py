@@ -232,10 +232,12 @@ def _load_models(
     config: TrainConfig, path: str | None, tokenizer: PreTrainedTokenizerBase, engine: Engine, *, with_reference: bool
 ) -> Models:
     start = model_folder(config.reference.model or config.policy.model)
-    policy = move_to(_load(config, model_folder(path) if path else start, tokenizer), engine.device)
+    subject = model_folder(path) if path else start
+    policy = move_to(_load(config, subject, tokenizer), engine.device)
     models = policy_alone(policy, config.policy, engine, temperature=config.sampling.temperature)
     if with_reference:
-        models.reference = move_to(_load(config, start, tokenizer), engine.device)
+        is_itself = subject == start
+        models.reference = policy if is_itself else move_to(_load(config, start, tokenizer), engine.device)
     return models
 
 
