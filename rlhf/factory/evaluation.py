@@ -231,13 +231,16 @@ def evaluate_model(
 def _load_models(
     config: TrainConfig, path: str | None, tokenizer: PreTrainedTokenizerBase, engine: Engine, *, with_reference: bool
 ) -> Models:
-    start = config.reference.model or config.policy.model
-    policy = move_to(_load(config, model_folder(path or start), tokenizer), engine.device)
+    start = model_folder(config.reference.model or config.policy.model)
+    subject = model_folder(path) if path else start
+    policy = move_to(_load(config, subject, tokenizer), engine.device)
     models = policy_alone(policy, config.policy, engine, temperature=config.sampling.temperature)
     if with_reference:  # the one of the run: a teacher may have taken its place
-        reference = model_folder(config.reference_model or config.policy.model)
-        trust = config.trusts_reference
-        models.reference = move_to(_load(config, reference, tokenizer, trust=trust), engine.device)
+        reference, trust = model_folder(config.reference_model or config.policy.model), config.trusts_reference
+        is_itself = subject == reference
+        models.reference = (
+            policy if is_itself else move_to(_load(config, reference, tokenizer, trust=trust), engine.device)
+        )
     return models
 
 

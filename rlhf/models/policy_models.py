@@ -105,12 +105,19 @@ class Comparison:
             done += count
         return ReferenceComparison(*(place_live(column, mask) for column in columns))
 
+    @property
+    def _is_itself(self) -> bool:
+        """Return whether the policy is its own reference, so that one pass gives both."""
+        return self.policy is self.reference and self.as_reference is nullcontext
+
     def _by_tokens(self, batch: Completions) -> Iterator[TokenNumbers]:
         """Compare from the hidden states of both models, with logits for a few tokens at a time."""
         heads = output_head(self.policy), output_head(self.reference)
         states = predictor_hidden_states(self.policy, batch, self.packing)
-        with self.as_reference():
-            ref_states = predictor_hidden_states(self.reference, batch, self.packing)
+        ref_states = states
+        if not self._is_itself:
+            with self.as_reference():
+                ref_states = predictor_hidden_states(self.reference, batch, self.packing)
         ids, device = select_live(batch.completion_ids, batch.completion_mask), states.device
         with self.whole(heads[0]), self.whole(heads[1]):
             to_logits, to_ref_logits = (logits_function(head, device, float32_head=self.float32_head) for head in heads)
@@ -119,8 +126,10 @@ class Comparison:
             chunks = zip(states.split(size), ref_states.split(size), ids.split(size), supports, strict=True)
             for chunk, ref_chunk, chunk_ids, support in chunks:
                 logits = to_logits(chunk)
-                with self.as_reference():
-                    ref_logits = to_ref_logits(ref_chunk)
+                ref_logits = logits
+                if not self._is_itself:
+                    with self.as_reference():
+                        ref_logits = to_ref_logits(ref_chunk)
                 yield self._compare(logits, ref_logits, chunk_ids, support)
 
     def _by_rows(self, batch: Completions) -> Iterator[TokenNumbers]:
@@ -131,8 +140,10 @@ class Comparison:
             ids, mask = part.completion_ids, part.completion_mask
             sequences = Sequences.join(part.prompt_ids, part.prompt_mask, ids, mask)
             logits, _ = completion_logits(self.policy, sequences, length, float32_head=self.float32_head)
-            with self.as_reference():
-                ref_logits, _ = completion_logits(self.reference, sequences, length, float32_head=self.float32_head)
+            ref_logits = logits
+            if not self._is_itself:
+                with self.as_reference():
+                    ref_logits, _ = completion_logits(self.reference, sequences, length, float32_head=self.float32_head)
             size = chunk_rows(self._vocabulary(), logits.device)
             chunks = [select_live(tensor, mask).split(size) for tensor in (logits, ref_logits, ids)]
             supports = _support_chunks(part, size, len(chunks[0]))

@@ -93,6 +93,26 @@ def test_both_estimates_of_the_kl_agree_and_the_exact_one_has_the_smaller_error(
     )
 
 
+@pytest.mark.parametrize("log_probs", ["auto", "naive"])
+def test_a_model_that_is_its_own_reference_is_run_once_with_the_same_numbers(log_probs: LogProbs) -> None:
+    policy = tiny()
+    passes: list[object] = []
+    policy.get_input_embeddings().register_forward_hook(lambda *_: passes.append(None))
+
+    def compared(reference: torch.nn.Module) -> ReferenceComparison:
+        passes.clear()
+        models = replace(nudged(), policy=policy, reference=reference, log_probs=log_probs)
+        return models.compare_to_reference(ragged())
+
+    compared(policy)  # what is found out about a model once
+    apart = compared(tiny())
+    count = len(passes)
+    together = compared(policy)
+    assert len(passes) == count > 0
+    for name in ("logprobs", "ref_logprobs", "kl"):
+        assert torch.equal(getattr(apart, name), getattr(together, name))
+
+
 def test_the_kl_of_a_position_is_that_of_the_models_distributions_there() -> None:
     models, batch = nudged(), ragged()
     kl = models.compare_to_reference(batch).kl
