@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from trials import tried_once
 from warm_start import WarmPopen, warm
 
 from rlhf import plugins
@@ -97,6 +99,16 @@ def close_recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for recorder in opened:
         recorder.close()
+
+
+STARTING_RUNS = ("evaluation", "plugins", "reward_model")  # folders of tests that start runs
+
+
+@pytest.fixture(autouse=True)
+def fast_ways_are_tried_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Try the fast ways once for all models of a kind, whatever starts a run."""
+    with tried_once() if request.path.parent.name in STARTING_RUNS else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")

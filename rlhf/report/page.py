@@ -67,8 +67,9 @@ def write_page(path: Path, template: str, drawn: Sequence[Chart], **context: Any
     return path
 
 
+@cache
 def _environment() -> Environment:
-    """Create the jinja2 environment: autoescaping, strict about undefined names."""
+    """Create the jinja2 environment, which keeps its compiled templates: autoescaping, strict about undefined names."""
     environment = Environment(
         loader=PackageLoader("rlhf.report"),
         autoescape=True,
