@@ -83,7 +83,8 @@ QUESTIONS: dict[str, list[str]] = {
     "push to hub": ["sharing"],
     "compare algorithms": ["compare"],
     "loss is nan": ["troubleshooting"],
-    "bfloat16": ["speed", "models", "configuration"],
+    "bfloat16": ["speed", "models", "configuration", "gpu"],
+    "run on one gpu": ["gpu"],
     "gsm8k evaluation": ["evaluation_suites"],
 }
 
