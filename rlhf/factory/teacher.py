@@ -59,9 +59,9 @@ def build_teacher(
     needs = teacher_context(config, tokenizer, policy, context.engine, warn=context.notes.append)
     if config.algorithm.compares_with_teacher:
         return config.teacher.build(needs)
-    path = config.reference_model
-    assert path is not None, "the configuration refuses a teacher that cannot stand in for the reference"
-    section = config.teacher if isinstance(config.teacher, ModelTeacher) else ModelTeacher(model=path)
+    stand_in = config.reference_model
+    assert stand_in is not None, "the configuration refuses a teacher that cannot stand in for the reference"
+    section = config.teacher if isinstance(config.teacher, ModelTeacher) else ModelTeacher(model=stand_in)
     own = check_tokenizers(section, needs)
     if reference is not None:
         _check_stops(stop_token_ids(own, needs.chat, eos_ids(reference, own)), needs, section.model)
