@@ -166,7 +166,10 @@ def _forward(
 
 
 def _rollout_metrics(rollout: Rollout, unjudged: Bool[Tensor, " B"]) -> dict[str, float]:
-    """Compute the metrics that need no reference; those of the score leave out the completions without one."""
+    """Compute the metrics that need no reference model.
+
+    Completions without a score do not count in the score's mean and standard deviation.
+    """
     scores, mask = rollout.scores[~unjudged].double(), rollout.action_mask
     episodes = {"eval/turns": Mean.of(turn_counts(rollout)).value} if rollout.has_episodes else {}
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,6 +32,9 @@ class Interval:
     def __str__(self) -> str:
         """Return `value [low, high]` with three significant digits."""
         return format_interval(self.value, self.low, self.high)
+
+
+NO_INTERVAL = Interval(math.nan, math.nan, math.nan)
 
 
 @dataclass(frozen=True)
@@ -136,10 +140,12 @@ def mean_difference(a: Float[Tensor, " N"], b: Float[Tensor, " N"], *, seed: int
 def bootstrap(values: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
     """Compute the mean of `values` and its 95 % percentile interval over 2,000 resamples with replacement.
 
-    A NaN is left out.
+    A NaN is left out; if there is nothing else, the interval is NaN.
     """
     values_f64 = values.double()
     values_f64 = values_f64[~values_f64.isnan()]
+    if not len(values_f64):
+        return NO_INTERVAL
     random, count = generator(seed, "bootstrap"), len(values_f64)
     means = torch.cat(
         [
@@ -156,10 +162,13 @@ def bootstrap_crossed(values: Float[Tensor, "S P"]) -> Interval:
 
     All seeds share the prompts, so the two are crossed: each of the 2,000 resamples draws S seeds and P prompts with
     replacement and takes the mean over all their pairs (Owen 2007). With one seed this is the interval over prompts;
-    with two or three, the variance between seeds is only roughly estimated. A NaN is left out of every mean.
+    with two or three, the variance between seeds is only roughly estimated. A NaN is left out of every mean; if
+    there is nothing else, the interval is NaN.
     """
     values_f64 = values.double()
     known = ~values_f64.isnan()
+    if not known.any():
+        return NO_INTERVAL
     means = torch.cat(
         [
             _crossed_mean(values_f64, known, by_seed, by_prompt)

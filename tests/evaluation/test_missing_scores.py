@@ -95,3 +95,9 @@ def test_the_best_of_n_is_never_one_that_the_proxy_does_not_score() -> None:
     # Of the pairs, one has the second sample as its best, two have the third, which the gold does not score.
     assert best[0] == 1.0
     assert best[1].isnan()
+
+
+def test_nothing_but_missing_scores_has_no_interval() -> None:
+    nothing = torch.full((2, 3), NAN, dtype=torch.float64)
+    for interval in (bootstrap(nothing[0]), bootstrap_crossed(nothing)):
+        assert [math.isnan(number) for number in (interval.value, interval.low, interval.high)] == [True] * 3

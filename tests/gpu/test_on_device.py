@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import device_runs
 import pytest
@@ -92,16 +93,15 @@ def test_arithmetic_is_bfloat16_on_a_gpu_unless_the_file_says_otherwise(folder: 
     assert (built.config.policy.dtype, built.models.dtype) == ("bfloat16", "bfloat16")
 
 
-def sampled(model: torch.nn.Module, device: str, batch_size: int, *, greedy: bool = False) -> list[Completions]:
+def sampler_of(model: Any, batch_size: int, device: str = "cuda") -> FastSampler:
+    """A sampler of at most twelve tokens, in float32."""
+    sampling = SamplingConfig(max_new_tokens=12, batch_size=batch_size)
+    return FastSampler(model, sampling, eos_ids=(2,), pad_id=0, dtype="float32", device=torch.device(device))
+
+
+def sampled(model: Any, device: str, batch_size: int, *, greedy: bool = False) -> list[Completions]:
     """Two rollouts of 24 rows by the same sampler, the second on what the first has recorded."""
-    sampler = FastSampler(
-        model,  # type: ignore[arg-type]
-        SamplingConfig(max_new_tokens=12, batch_size=batch_size),
-        eos_ids=(2,),
-        pad_id=0,
-        dtype="float32",
-        device=torch.device(device),
-    )
+    sampler = sampler_of(model, batch_size, device)
     drawn = [sampler.sample(prompts_of(ROWS), key=key, group_size=4, greedy=greedy) for key in (7, 8)]
     assert sampler.uses == ("lean" if device == "cpu" else "recorded")
     return drawn
@@ -123,14 +123,7 @@ def test_recorded_steps_sample_the_cpus_tokens(family: str, batch_size: int) -> 
 
 def test_recorded_steps_read_the_weights_of_their_rollout(gpu: Machine) -> None:
     model = tiny("llama", dtype=torch.float32).to("cuda")
-    sampler = FastSampler(
-        model,
-        SamplingConfig(max_new_tokens=12, batch_size=24),
-        eos_ids=(2,),
-        pad_id=0,
-        dtype="float32",
-        device=torch.device("cuda"),
-    )
+    sampler = sampler_of(model, 24)
     before = sampler.sample(prompts_of(ROWS), key=7, group_size=4, greedy=True)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -146,14 +139,13 @@ def test_recorded_steps_read_the_weights_of_their_rollout(gpu: Machine) -> None:
 
 def test_trials_compute_without_tf32(gpu: Machine) -> None:
     """TF32 rounds products to 10 bits, for some shapes only: on an H100 it switched SmolLM2's fast ways off."""
-    matmul, device = torch.backends.cuda.matmul, torch.device("cuda")
+    matmul = torch.backends.cuda.matmul
     seen: set[str] = set()
     model = tiny().to("cuda")
     body = body_of(model)
     for module in body.modules():
         module.register_forward_hook(lambda *_: seen.add(matmul.fp32_precision))
-    sampling = SamplingConfig(max_new_tokens=12)
-    sampler = FastSampler(model, sampling, eos_ids=(2,), pad_id=0, dtype="float32", device=device)
+    sampler = sampler_of(model, 24)
     before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
     try:
         assert packing_unsupported_reason(body) == ""
@@ -168,16 +160,11 @@ def test_trials_compute_without_tf32(gpu: Machine) -> None:
 def test_rollouts_of_other_numbers_of_rows_share_one_cache(gpu: Machine) -> None:
     """Each turn of an environment has fewer live rows than the one before: a cache for each number would fill a GPU."""
     model = tiny(dtype=torch.float32).to("cuda")
-    sampling = SamplingConfig(max_new_tokens=12, batch_size=24)
-    sampler = FastSampler(model, sampling, eos_ids=(2,), pad_id=0, dtype="float32", device=torch.device("cuda"))
-    alone = [
-        FastSampler(model, sampling, eos_ids=(2,), pad_id=0, dtype="float32", device=torch.device("cuda"))
-        for _ in range(3)
-    ]
-    for fresh, count in zip(alone, (4, 6, 3), strict=True):
+    sampler = sampler_of(model, 24)
+    for count in (4, 6, 3):
         rows = prompts_of(ROWS[:count])
-        drawn = sampler.sample(rows, key=7, group_size=3)
-        assert torch.equal(drawn.completion_ids, fresh.sample(rows, key=7, group_size=3).completion_ids)
+        drawn, alone = (one.sample(rows, key=7, group_size=3) for one in (sampler, sampler_of(model, 24)))
+        assert torch.equal(drawn.completion_ids, alone.completion_ids)
     assert sampler._recorded is not None
     assert sampler._recorded.slots.size == 18
 
@@ -195,14 +182,7 @@ def test_steps_are_recorded_on_one_stream_of_the_sampler(gpu: Machine, monkeypat
     model = tiny(dtype=torch.float32).to("cuda")
     streams = []
     for prompts in (prompts_of(ROWS), prompts_of([[1, 5, 7, 9, 11] * 3] * 2)):  # recorded steps, and a shared prompt
-        sampler = FastSampler(
-            model,
-            SamplingConfig(max_new_tokens=12, batch_size=5),
-            eos_ids=(2,),
-            pad_id=0,
-            dtype="float32",
-            device=torch.device("cuda"),
-        )
+        sampler = sampler_of(model, 5)
         for key in (1, 2):
             sampler.sample(prompts, key=key, group_size=4)
         streams.append(set(captured))

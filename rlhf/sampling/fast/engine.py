@@ -444,7 +444,7 @@ class FastSampler:
         if kept is None or kept.slots.prompt < longest or kept.slots.size < size:
             if kept is not None:
                 longest, size = max(longest, kept.slots.prompt), max(size, kept.slots.size)
-            self._recorded = kept = None  # its memory is free before that of the next is taken
+            self._recorded = kept = None  # frees its memory before the next one takes more
             slots = RowSlots(size, longest, length, dtype=decoder.dtype, device=self.device)
             kept = self._recorded = RecordedSampler(
                 decoder,
