@@ -64,7 +64,7 @@ class CellResult:
     @property
     def status(self) -> Status:
         """Return the status of the cell: done, failed or unfinished."""
-        return "done" if self.judged is not None else "failed" if self.error is not None else "unfinished"
+        return "failed" if self.error is not None else "done" if self.judged is not None else "unfinished"
 
 
 def read_cells(plan: Plan) -> list[CellResult]:

@@ -247,14 +247,14 @@ def read_plan(config: CompareConfig, folder: Path) -> Plan:
 
 
 def ensure_owner(cell: Cell) -> None:
-    """Write cell.yaml, or check that the one that exists has the same settings, defaults included.
+    """Write cell.yaml, after a check that one that exists has the same settings, defaults included, but for suites.
 
     Raises:
         ConfigError: as `check_owner`.
     """
     check_owner(cell)
     path = cell.folder / CELL
-    if not path.is_file():
+    if not path.is_file() or read_cell(cell.folder).config.suites != cell.config.suites:
         cell.folder.mkdir(parents=True, exist_ok=True)
         content = cell.config.model_dump(mode="json", exclude_unset=True)
         write_atomically(path, format_yaml(content))
@@ -263,12 +263,15 @@ def ensure_owner(cell: Cell) -> None:
 def check_owner(cell: Cell) -> None:
     """Check that the cell's folder has no cell.yaml, or one with the same settings.
 
+    Suites may differ: they measure what is there, and change nothing of it.
+
     Raises:
         ConfigError: the folder belongs to another comparison, or to another version of the package.
     """
     if not (cell.folder / CELL).is_file():
         return
-    keys = differing_keys(dump(read_cell(cell.folder).config), dump(cell.config))
+    before = read_cell(cell.folder).config.model_copy(update={"suites": cell.config.suites})
+    keys = differing_keys(dump(before), dump(cell.config))
     if keys:
         raise ConfigError(
             f"{cell.folder} was made with other settings ({', '.join(keys[:6])}{', …' if len(keys) > 6 else ''}): "

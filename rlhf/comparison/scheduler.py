@@ -21,7 +21,7 @@ import torch
 
 from rlhf.comparison.board import OUTPUT, Board
 from rlhf.comparison.plan import Cell, Plan, ensure_owner
-from rlhf.comparison.trial import INTERRUPTED, JUDGED
+from rlhf.comparison.trial import INTERRUPTED, JUDGED, unmeasured_suites
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.compare import START_FOLDER
 from rlhf.errors import UserError
@@ -79,12 +79,13 @@ def run_cells(plan: Plan, start: StartCell, view: ComparisonView) -> bool:
 
 
 def is_over(cell: Cell) -> bool:
-    """Return whether a cell is not to be run again: it is judged, or it is a trial of tuning that failed.
+    """Return whether a cell is not to be run again: it is judged and measured, or it is a trial of tuning that failed.
 
     A failed trial is a loss that later rounds were planned with, while a failed arm is tried again.
     """
     is_lost = cell.config.trial is not None and (cell.folder / FAILED).is_file()
-    return is_lost or (cell.folder / JUDGED).is_file()
+    is_judged = (cell.folder / JUDGED).is_file()
+    return is_lost or (is_judged and not unmeasured_suites(cell.config, cell.folder))
 
 
 def record_failure(folder: Path, error: str) -> None:
@@ -95,7 +96,7 @@ def record_failure(folder: Path, error: str) -> None:
 def failure_of(folder: Path) -> str | None:
     """Return the error of a failed cell; None if it did not fail."""
     path = folder / FAILED
-    if not path.is_file() or (folder / JUDGED).is_file():
+    if not path.is_file():
         return None
     return str(json.loads(path.read_text(encoding="utf-8"))["error"])
 
@@ -225,6 +226,8 @@ class CellProcess:
             return "done"
         if code == INTERRUPTED or self._stop_requested:
             return "interrupted"
+        if is_over(self.cell):
+            return "done"  # what came after its last file went wrong
         error = extract_error(self.cell.folder / ERRORS, code, launched=self._launched)
         record_failure(self.cell.folder, error + advice_on_memory(error, self.cell, self._jobs))
         return "failed"

@@ -276,15 +276,19 @@ def cell_main(folder: Path) -> int:
 
 
 def run_cell(cell: Cell, view: View) -> bool:
-    """Train (if the cell trains), judge and write judged.json; return False if it was interrupted and saved.
+    """Train (if the cell trains), judge, run the suites and write judged.json; return False if interrupted and saved.
+
+    A cell that was judged before runs the suites that it has no result of: suites may be added to a comparison.
 
     Raises:
         UserError: training or judging cannot go on, in the subclass that fits the cause.
     """
     config = cell.config
-    if Judgment.read(cell.folder) is not None:
-        return True
     trained = None if config.budget is None else str(cell.run_folder)
+    if Judgment.read(cell.folder) is not None:
+        if is_main_process():
+            run_suites(config, cell.folder, trained)
+        return True
     if config.best_of_n is not None:
         judged = run_best_of_n(config, config.best_of_n, cell.folder)
     elif config.budget is None:
@@ -323,19 +327,31 @@ class SuiteScores:
 def run_suites(cell: CellConfig, folder: Path, path: str | None) -> None:
     """Run the suites of a cell that have no result yet, on the model in `path` (None: the start model)."""
     target = path or cell.train.policy.model
-    for name, values in cell.suites.items():
+    for name, settings in unmeasured_suites(cell, folder).items():
         file = folder / FOLDER / f"{name}.json"
-        if file.is_file():
-            continue
-        suite, task = find_suite(name)
-        settings = validate(suite, values)
         reused = _measured_before(cell, folder, file.name, settings)
         if reused is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, reused)
             continue
         subject = load_model_for_suite(settings, target)
-        write_result(file, name, target, evaluate_suite(settings, subject, task), settings, subject)
+        write_result(file, name, target, evaluate_suite(settings, subject, find_suite(name)[1]), settings, subject)
+
+
+def unmeasured_suites(cell: CellConfig, folder: Path) -> dict[str, Suite]:
+    """List the suites of a cell that have no result with their settings: name -> settings."""
+    missing: dict[str, Suite] = {}
+    for name, values in cell.suites.items():
+        file, settings = folder / FOLDER / f"{name}.json", validate(find_suite(name)[0], values)
+        if not file.is_file() or not _is_result_of(settings, file.read_text(encoding="utf-8")):
+            missing[name] = settings
+    return missing
+
+
+def _is_result_of(settings: Suite, text: str) -> bool:
+    """Return whether a suite's result was made with these settings, or with another seed that changes nothing."""
+    config = json.loads(text)["config"]
+    return ({**config, "seed": settings.seed} if settings.ignores_seed else config) == dump(settings)
 
 
 def _measured_before(cell: CellConfig, folder: Path, name: str, settings: Suite) -> str | None:
@@ -344,7 +360,7 @@ def _measured_before(cell: CellConfig, folder: Path, name: str, settings: Suite)
         return None
     for path in sorted(folder.parent.glob(f"*/{FOLDER}/{name}")):
         text = path.read_text(encoding="utf-8")
-        if {**json.loads(text)["config"], "seed": settings.seed} == dump(settings):
+        if _is_result_of(settings, text):
             return text
     return None
 

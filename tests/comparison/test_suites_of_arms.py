@@ -19,8 +19,9 @@ from rlhf.comparison.results import ComparisonResults, SuiteFigure
 from rlhf.comparison.summary import suite_tables
 from rlhf.comparison.trial import FOLDER, SuiteScores, read_suites, summarize_suites
 from rlhf.config.load import compare_config, read_yaml
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.win_rate import Interval
+from rlhf.factory.evaluation import evaluate_suite
 from rlhf.suites.harness import HarnessSuite
 from rlhf.suites.questions import Estimate, SuiteResult
 from rlhf.suites.subject import Subject
@@ -30,6 +31,15 @@ INSTRUCTIONS = [
     for prompt in ("red one", "blue two", "red two")
     for kwargs in ([{"keywords": ["good"]}, {}], [{"keywords": ["one", "two"]}, {}])
 ]
+
+
+CELLS_OF_BOTH = {"start/seed-0/cell.yaml", "grpo/seed-0/cell.yaml"}
+
+
+def fails_on_a_trained_model(settings: Any, subject: Subject, task: Any) -> Any:
+    if "grpo" in subject.path:
+        raise DataError("the data are gone")
+    return evaluate_suite(settings, subject, task)
 
 
 def with_suites(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -126,6 +136,53 @@ def test_a_finished_comparison_measures_nothing_again(folder: Path, capsys: pyte
     assert main(["report", str(folder)]) == 0
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*/*/evals/*.json")} == before
     assert "ifeval" in capsys.readouterr().out
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    """Everything that a comparison wrote for its cells, with the time at which it did."""
+    files = [path for path in folder.glob("*/*/**/*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in files}
+
+
+def test_suites_are_added_to_a_finished_comparison_which_trains_nothing(tmp_path: Path) -> None:
+    tree = with_suites(tmp_path, seeds=[0])
+    tree["arms"], later = {"grpo": tree["arms"]["grpo"]}, tree["suites"].pop("xstest")
+    assert compared(tree)
+    before = files_of(tmp_path / "compare")
+    assert compared({**tree, "suites": {**tree["suites"], "xstest": later}})
+    after = files_of(tmp_path / "compare")
+    evals = {f"{cell}/seed-0/evals/xstest.json" for cell in ("start", "grpo")}
+    assert {name for name in after if after[name] != before.get(name)} == {*evals, *CELLS_OF_BOTH}
+    assert set(ComparisonResults.read(tmp_path / "compare").arms["grpo"].suites) == {"ifeval", "xstest"}
+
+
+def test_a_suite_with_other_settings_is_measured_again(tmp_path: Path) -> None:
+    tree = with_suites(tmp_path, seeds=[0])
+    tree["arms"] = {"grpo": tree["arms"]["grpo"]}
+    assert compared(tree)
+    before = files_of(tmp_path / "compare")
+    tree["suites"]["ifeval"]["dataset"]["limit"] = 2
+    assert compared(tree)
+    after = files_of(tmp_path / "compare")
+    evals = {f"{cell}/seed-0/evals/ifeval.json" for cell in ("start", "grpo")}
+    assert {name for name in after if after[name] != before.get(name)} == {*evals, *CELLS_OF_BOTH}
+    assert stored(tmp_path / "compare" / "grpo" / "seed-0", "ifeval")["n"] == 2
+
+
+def test_a_suite_that_fails_later_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = with_suites(tmp_path, seeds=[0])
+    tree["arms"], suites = {"grpo": tree["arms"]["grpo"]}, tree.pop("suites")
+    assert compared(tree)
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf.comparison.trial.evaluate_suite", fails_on_a_trained_model)
+        assert compared({**tree, "suites": suites})
+    results = ComparisonResults.read(tmp_path / "compare")
+    (seed,) = results.arms["grpo"].seeds
+    assert (seed.status, seed.error) == ("failed", "the data are gone")
+    assert results.arms["grpo"].final is not None  # its judgment is not lost
+    assert compared({**tree, "suites": suites})
+    (seed,) = ComparisonResults.read(tmp_path / "compare").arms["grpo"].seeds
+    assert (seed.status, set(seed.suites)) == ("done", {"ifeval", "xstest"})
 
 
 def test_a_wrong_suite_is_told_before_anything_runs(tmp_path: Path) -> None:
