@@ -4,6 +4,7 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh dev
+.venv/bin/python -m compileall -q rlhf reward_model # the tests start a hundred interpreters that import them
 
 # No test downloads anything. One thread a process: two processes that both want both cores wait for each other.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from cases import at_once, compare_tree, compared, failing_arm, plan_of
+from quick import quick
 from rich.console import Console
 
 from rlhf.api.comparing import run_compare
@@ -122,7 +123,7 @@ def score(*, completions, **rest):
 
 
 @pytest.mark.usefixtures("warm_start")
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", quick([1, 2], [2]))
 def test_a_stop_reaches_every_cell_and_the_same_command_continues(tmp_path: Path, jobs: int) -> None:
     tree = compare_tree(tmp_path, seeds=[0], arms={"dpo": None, "best_of_n": None}, jobs=jobs)
     tree["budget"] = {"completions": 16 * 8}
@@ -284,7 +285,7 @@ def test_on_a_terminal_each_cell_has_one_line(tmp_path: Path) -> None:
     assert "start" not in console.export_text()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", quick([1, 2], [2]))
 def test_a_cell_does_not_outlive_a_comparison_that_is_killed(tmp_path: Path, processes: int) -> None:
     """The kernel closes the pipe of a comparison that ends, however it ends; the cell has two hours of work."""
     tree = compare_tree(tmp_path, seeds=[0], arms={"dpo": None, "best_of_n": None}, jobs=2)

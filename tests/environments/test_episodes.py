@@ -11,6 +11,7 @@ import pytest
 import runs
 import torch
 import word_games
+from quick import quick
 from torch import Tensor
 
 from rlhf.batching import concat
@@ -301,7 +302,7 @@ def test_drop_leaves_cut_episodes_out_of_the_loss(tmp_path: Path) -> None:
     assert not experience.loss_mask[cut].any()
 
 
-@pytest.mark.parametrize("preset", ["ppo", "grpo", "gspo", "online_dpo", "trpo"])
+@pytest.mark.parametrize("preset", quick(["ppo", "grpo", "gspo", "online_dpo", "trpo"], ["ppo", "grpo", "online_dpo"]))
 def test_presets_train_on_episodes(tmp_path: Path, preset: str) -> None:
     settings = tree(tmp_path)
     settings["algorithm"] = {"preset": preset}

@@ -10,6 +10,7 @@ import pytest
 import runs
 import torch
 import word_games
+from quick import quick
 
 CLOCK = ("time", "second", "env/", "eval/turns", "duplicates", "memory", "tokens_per")
 
@@ -22,7 +23,10 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("preset", ["ppo", "grpo", "rloo", "reinforce_pp", "gspo", "online_dpo"])
+PRESETS = ("ppo", "grpo", "rloo", "reinforce_pp", "gspo", "online_dpo")
+
+
+@pytest.mark.parametrize("preset", quick(PRESETS, ["ppo", "grpo", "online_dpo"]))
 def test_same_bits_as_a_reward_function(preset: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"algorithm": {"preset": preset}, "schedule": {"steps": 3}, "checkpoint": {"every": 0}}
     if preset == "online_dpo":

@@ -82,8 +82,15 @@ def follow_exact_gradients(algorithm: Online, rates: list[float]) -> tuple[Tenso
     return logits.detach().log_softmax(-1), multiplier, costs
 
 
-@pytest.mark.parametrize("parts", [REINFORCE, PPO], ids=["reinforce", "ppo"])
-@pytest.mark.parametrize("start", [0.3, 8.0])
+@pytest.mark.parametrize(
+    ("parts", "start"),
+    [
+        pytest.param(REINFORCE, 8.0, id="reinforce from above"),
+        pytest.param(PPO, 0.3, id="ppo from below"),
+        pytest.param(REINFORCE, 0.3, id="reinforce from below", marks=pytest.mark.slow),
+        pytest.param(PPO, 8.0, id="ppo from above", marks=pytest.mark.slow),
+    ],
+)
 def test_exact_gradients_lead_to_the_constrained_optimum(parts: dict[str, Any], start: float) -> None:
     algorithm = Online.model_validate({**PARTS, **parts, "lagrange": {"cost_limit": LIMIT, "lr": 0.1, "start": start}})
     table, multiplier, _ = follow_exact_gradients(algorithm, [0.2 * (1 - step / 500) for step in range(500)])

@@ -16,6 +16,7 @@ from exact_problem import (
     objective_value,
     optimum,
 )
+from quick import quick
 from torch import Tensor
 
 from rlhf.algo.kl import Coefs
@@ -58,7 +59,7 @@ def descend(algorithm: Online, *, beta: float, steps: int = 300) -> Tensor:
     return logits.detach().log_softmax(-1)
 
 
-@pytest.mark.parametrize("beta", [0.5, 1.0])
+@pytest.mark.parametrize("beta", quick([0.5, 1.0], [0.5]))
 @pytest.mark.parametrize("parts", [{}, GAE], ids=["reinforce", "ppo"])
 def test_exact_gradients_lead_to_the_optimum(parts, beta):
     distribution = WORLD.sequence_logprobs(descend(online(**parts), beta=beta))
@@ -160,8 +161,13 @@ CISPO = {"advantage": {"type": "group", "baseline": "leave_one_out"}, "policy_lo
 
 @pytest.mark.parametrize(
     "parts, epochs",
-    [(RLOO, 2), (PPO, 2), (PENALTY, 2), (CISPO, 2), (A2C, 1)],
-    ids=["rloo", "ppo", "ppo_penalty", "cispo", "a2c"],
+    [
+        pytest.param(RLOO, 2, id="rloo"),
+        pytest.param(PPO, 2, id="ppo"),
+        pytest.param(PENALTY, 2, id="ppo_penalty", marks=pytest.mark.slow),
+        pytest.param(CISPO, 2, id="cispo", marks=pytest.mark.slow),
+        pytest.param(A2C, 1, id="a2c", marks=pytest.mark.slow),
+    ],
 )
 def test_samples_lead_to_the_optimum(parts, epochs):
     beta = 0.5

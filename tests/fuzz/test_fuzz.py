@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from made_tokenizers import CHATML, byte_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-FEW = settings(max_examples=200, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=80, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import runs
 import torch
 from device_runs import OFFLINE, ONLINE, differences, gpu_or_pretend, offline_tree, online_tree, run
 from pretend import PretendDevice
+from quick import quick
 from tiny_models import prompts_of, tiny
 
 from rlhf.config.files import merge
@@ -35,16 +36,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+PRETENDED = ("ppo, shared critic, reward in parts", "ppo, lora", "ppo, transformers, padded", "grpo")
 FEW = {"batch": {"prompts_per_step": 4}}  # where there are four completions of each
 
 
-@pytest.mark.parametrize("name", ONLINE)
+# The pretend GPU is shown one run of each kind of pass; `-m slow` has the others, and a GPU has all (docs/gpu.md).
+@pytest.mark.parametrize("name", quick(ONLINE, PRETENDED))
 def test_an_online_run_has_the_cpus_metrics(name: str, folder: Path) -> None:
     tree = online_tree(folder, name)
     check_both(merge(tree, FEW) if name in ("grpo", "online_dpo") else tree, folder)
 
 
-@pytest.mark.parametrize("name", OFFLINE)
+@pytest.mark.parametrize("name", quick(OFFLINE, ["dpo", "kto"]))
 def test_an_offline_run_has_the_cpus_metrics(name: str, folder: Path) -> None:
     check_both(offline_tree(folder, name), folder)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick import quick
 from runs import largest_difference, make_model, trained, weights
 from servers import listening, served, service_of
 from test_deaths import Mortal
@@ -38,7 +39,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if not name.startswith(SERVER)} for line in lines]
 
 
-@pytest.mark.parametrize("name", ["ppo", "lora"])
+@pytest.mark.parametrize("name", quick(["ppo", "lora"], ["lora"]))
 def test_served_episodes_are_the_episodes_bit_for_bit(tmp_path: Path, name: str) -> None:
     model = make_model(tmp_path / "model")
     here = play(tmp_path / "here", model, *PRESETS[name])
@@ -83,7 +84,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     return weights(run.models.policy)
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize("comes_back", quick([True, False], [True]))
 def test_servers_that_die_between_turns_change_nothing(
     tmp_path: Path, comes_back: bool, calm: dict[str, Tensor]
 ) -> None:

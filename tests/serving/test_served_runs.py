@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick import quick
 from runs import largest_difference, make_model, ppo_tree, trained, weights
 from servers import listening, served, service_of
 
@@ -38,7 +39,7 @@ PRESETS = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", quick(PRESETS, ["ppo", "lora", "three ahead"]))
 def test_a_served_run_is_the_run_bit_for_bit(tmp_path: Path, name: str) -> None:
     model = make_model(tmp_path / "model")
     here = trained(tree_of(tmp_path / "here", model), *PRESETS[name])
