@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -37,20 +38,25 @@ def verdict_kappa(outcomes: Float[Tensor, "*R N"]) -> Float[Tensor, "*R"]:
     return (agreed - expected) / (1 - expected)
 
 
-def agreement(outcomes: Float[Tensor, " N"], draws: Int[Tensor, "R N"]) -> Agreement:
+def agreement(outcomes: Float[Tensor, " N"], draws: Iterable[Int[Tensor, "R N"]]) -> Agreement:
     """Compute accuracy and kappa with the percentile intervals of these resamples of the pairs.
 
     Args:
         outcomes: as in `verdict_kappa`; at least one.
-        draws: indices of the pairs, drawn with replacement.
+        draws: indices of the pairs, drawn with replacement, in one or several parts.
     """
     outcomes = outcomes.double()
-    drawn = outcomes[draws]
+    accuracies: list[Float[Tensor, " R"]] = []
+    kappas: list[Float[Tensor, " R"]] = []
+    for rows in draws:
+        drawn = outcomes[rows]
+        accuracies.append(drawn.mean(dim=1))
+        kappas.append(verdict_kappa(drawn))
     return Agreement(
         pairs=len(outcomes),
         ties=int((outcomes == 0.5).sum()),
-        accuracy=_with_interval(outcomes.mean(), drawn.mean(dim=1)),
-        kappa=_with_interval(verdict_kappa(outcomes), verdict_kappa(drawn)),
+        accuracy=_with_interval(outcomes.mean(), torch.cat(accuracies)),
+        kappa=_with_interval(verdict_kappa(outcomes), torch.cat(kappas)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from rlhf.comparison.page import comparison_charts, write_compare_page
 from rlhf.comparison.pairs import judge_pairs
 from rlhf.comparison.plan import Cell, Plan, check_owner, locate_base, make_plan, read_plan, trained_arms
 from rlhf.comparison.results import ComparisonResults, FrontierPoint
-from rlhf.comparison.scheduler import CellProcess, StartCell, run_cells
+from rlhf.comparison.scheduler import CellProcess, StartCell, check_devices, run_cells, visible_devices
 from rlhf.comparison.tuning.plan import tuned_config
 from rlhf.comparison.tuning.run import Chosen, run_tuning
 from rlhf.comparison.view import ComparisonView
@@ -60,6 +61,7 @@ def run_compare(
     view, plan = view or ComparisonView(), make_plan(config, beside=beside)
     view.violations({name: lint(run) for name, run in trained_arms(plan).items()})
     check_arms(plan)
+    check_devices(plan, visible_devices(os.environ))
     if config.lab is not None:
         if not _prepare_lab(plan, config.lab, view.run):
             return False

@@ -7,6 +7,7 @@ suites, evals/pairs.json, with a win rate for each opponent.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rlhf.factory.rewards import build_source
 from rlhf.models.folders import model_folder
 from rlhf.rewards.pair_judge import PairVerdicts, Verdicts, mirrored
 from rlhf.runtime.engine import make_engine
-from rlhf.suites.questions import Estimate, SuiteResult, mean_estimate, share_estimate
+from rlhf.suites.questions import Estimate, NotMeasured, SuiteResult, mean_estimate, share_estimate
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import to_json
 
@@ -68,7 +69,7 @@ def build_judge(config: PairsConfig, cell: Cell) -> PairVerdicts:
     folder = model_folder(train.policy.model)
     tokenizer = build_tokenizer(train.policy.model_copy(update={"model": folder}))
     engine = make_engine(train.run)
-    return config.judge.build(tokenizer, lambda source: build_source(source, tokenizer, engine))
+    return config.judge.build(tokenizer, lambda source: build_source(source, tokenizer, engine, leaves_out=True))
 
 
 def _file(folder: Path) -> Path:
@@ -97,15 +98,24 @@ def compare(
     figures: list[Estimate] = []
     examples: list[dict[str, object]] = []
     disagreements: list[Estimate] = []
+    left_out: list[NotMeasured] = []
+    notes: list[str] = []
     rows = mine.rows[: config.limit]
     prompts, texts = ([str(row[name]) for row in rows] for name in ("prompt", "completion"))
     for name, opponent in opponents.items():
         others = [str(row["completion"]) for row in opponent.rows[: config.limit]]
         verdicts = judge(prompts, texts, others)
         meaning = f"pairs won against {name}; a tie counts half"
-        figures.append(mean_estimate(f"over_{name}", verdicts.wins.tolist(), meaning, seed=seed))
-        disagreements.append(_disagreement(name, verdicts))
-        for i, outcome in enumerate(verdicts.wins.tolist()):
+        wins: list[float] = verdicts.wins.tolist()
+        unjudged = sum(map(math.isnan, wins))
+        if unjudged < len(wins):
+            figures.append(mean_estimate(f"over_{name}", wins, meaning, seed=seed))
+            disagreements.append(_disagreement(name, verdicts))
+        else:
+            left_out.append(NotMeasured(f"over_{name}", "the judge applies to none of the pairs"))
+        if unjudged:
+            notes.append(f"the judge does not apply to {unjudged:,} of the pairs against {name}: they are left out")
+        for i, outcome in enumerate(wins):
             examples.append(
                 {
                     "prompt": prompts[i],
@@ -117,11 +127,17 @@ def compare(
                     "outcome": outcome,
                 }
             )
-    return SuiteResult(tuple(figures + disagreements), len(rows), {}, examples=tuple(examples))
+    return SuiteResult(
+        tuple(figures + disagreements), len(rows), {}, tuple(left_out), tuple(notes), examples=tuple(examples)
+    )
 
 
 def _disagreement(name: str, verdicts: Verdicts) -> Estimate:
-    """Compute the share of pairs on which the two orders disagree or an answer could not be read."""
-    rows = zip(verdicts.straight, verdicts.swapped, strict=True)
-    flips = [float(straight is None or swapped is None or straight != mirrored(swapped)) for straight, swapped in rows]
+    """Compute the share of pairs with an outcome on which the two orders disagree or an answer could not be read."""
+    rows = zip(verdicts.straight, verdicts.swapped, verdicts.wins.tolist(), strict=True)
+    flips = [
+        float(straight is None or swapped is None or straight != mirrored(swapped))
+        for straight, swapped, outcome in rows
+        if not math.isnan(outcome)
+    ]
     return share_estimate(f"disagree_{name}", flips, "pairs on which the two orders disagree: they count as ties")

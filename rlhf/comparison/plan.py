@@ -346,6 +346,7 @@ def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int, run
         )
     except ConfigError as error:
         raise ConfigError(f"arms.{name}: {error}") from error
+    _check_reference(complete, name)
     proxy = complete.reward.source if complete.reward is not None else None
     if isinstance(arm, BestOfNArm) and proxy is None:
         raise ConfigError(f"arms.{name}: best_of_n picks by a reward: set reward_source")
@@ -358,6 +359,16 @@ def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int, run
         best_of_n=arm if isinstance(arm, BestOfNArm) else None,
         suites=suites_of(config.suites, train, proxy, n),
     )
+
+
+def _check_reference(train: TrainConfig, arm: str) -> None:
+    """Check that no other model than the start is the reference: every KL is measured from the start."""
+    reference, start = train.reference.model, train.policy.model
+    if reference not in (None, start):
+        raise ConfigError(
+            f"arms.{arm}: reference.model={reference}, but every KL of a comparison is to the start model ({start}): "
+            "leave reference.model out, also of the base"
+        )
 
 
 def _refuse(overrides: Overrides, keys: tuple[str, ...], where: str) -> None:

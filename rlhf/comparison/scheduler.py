@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -24,7 +24,7 @@ from rlhf.comparison.plan import Cell, Plan, ensure_owner
 from rlhf.comparison.trial import INTERRUPTED, JUDGED, unmeasured_suites
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.compare import START_FOLDER
-from rlhf.errors import UserError
+from rlhf.errors import ConfigError, UserError
 from rlhf.tracking.metrics import format_duration
 from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import write_atomically
@@ -81,24 +81,30 @@ def run_cells(plan: Plan, start: StartCell, view: ComparisonView) -> bool:
 def is_over(cell: Cell) -> bool:
     """Return whether a cell is not to be run again: it is judged and measured, or it is a trial of tuning that failed.
 
-    A failed trial is a loss that later rounds were planned with, while a failed arm is tried again.
+    A failed trial is a loss that later rounds are planned with, while a failed arm is tried again; so is a trial for
+    which other cells left no memory.
     """
-    is_lost = cell.config.trial is not None and (cell.folder / FAILED).is_file()
+    failure = _failure(cell.folder) if cell.config.trial is not None else None
+    is_lost = failure is not None and not failure.get("crowded", False)
     is_judged = (cell.folder / JUDGED).is_file()
     return is_lost or (is_judged and not unmeasured_suites(cell.config, cell.folder))
 
 
-def record_failure(folder: Path, error: str) -> None:
-    """Write the error of a failed cell into its folder, for the report."""
-    write_atomically(folder / FAILED, json.dumps({"error": error}, ensure_ascii=False) + "\n")
+def record_failure(folder: Path, error: str, *, crowded: bool = False) -> None:
+    """Write the error of a failed cell into its folder, for the report; `crowded`: other cells left it no memory."""
+    write_atomically(folder / FAILED, json.dumps({"error": error, "crowded": crowded}, ensure_ascii=False) + "\n")
 
 
 def failure_of(folder: Path) -> str | None:
     """Return the error of a failed cell; None if it did not fail."""
+    failure = _failure(folder)
+    return None if failure is None else str(failure["error"])
+
+
+def _failure(folder: Path) -> dict[str, Any] | None:
     path = folder / FAILED
-    if not path.is_file():
-        return None
-    return str(json.loads(path.read_text(encoding="utf-8"))["error"])
+    failure: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return failure
 
 
 @dataclass(frozen=True)
@@ -198,12 +204,11 @@ class CellProcess:
         self.cell, self._jobs = cell, jobs
         self._launched = processes > 1 and cell.config.budget is not None
         self._stop_requested = False
-        environment = resource_environment(
-            place, jobs, cores=count_cores(), devices=visible_devices(os.environ), environ=os.environ
-        )
+        share = Share(place, jobs, processes, launched=self._launched)
+        devices = visible_devices(os.environ)
+        environment = resource_environment(share, cores=count_cores(), devices=devices, environ=os.environ)
         command = [sys.executable]
         if self._launched:
-            environment.pop(DEVICES, None)  # each of its processes takes one GPU
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         self._files: list[BinaryIO] = [(cell.folder / ERRORS).open("wb")]
         if jobs > 1:
@@ -229,7 +234,8 @@ class CellProcess:
         if is_over(self.cell):
             return "done"  # what came after its last file went wrong
         error = extract_error(self.cell.folder / ERRORS, code, launched=self._launched)
-        record_failure(self.cell.folder, error + advice_on_memory(error, self.cell, self._jobs))
+        advice = advice_on_memory(error, self._jobs)
+        record_failure(self.cell.folder, error + advice, crowded=bool(advice))
         return "failed"
 
     def stop(self) -> None:
@@ -252,20 +258,51 @@ class CellProcess:
             file.close()
 
 
-def resource_environment(
-    place: int, jobs: int, *, cores: int, devices: Sequence[str], environ: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the environment variables that give a cell in slot `place` of `jobs` its share of the machine.
+@dataclass(frozen=True)
+class Share:
+    """A cell's share of the machine: one of `jobs` slots, each with room for `processes` processes."""
 
-    A cell that has the machine alone gets none. Processor cores are divided evenly, at least one for each cell, unless
-    OMP_NUM_THREADS is set; of several GPUs each cell sees one, assigned in turn.
+    place: int
+    jobs: int
+    processes: int = 1
+    launched: bool = False  # whether the cell runs in all of these processes, rather than in one
+
+    @property
+    def workers(self) -> int:
+        """Return the number of processes of the cell."""
+        return self.processes if self.launched else 1
+
+
+def resource_environment(
+    share: Share, *, cores: int, devices: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment variables that give a cell its share of the machine.
+
+    A cell that has the machine alone gets none. Processor cores are divided evenly, at least one for each process,
+    unless OMP_NUM_THREADS is set; of several GPUs each process sees one, assigned in turn.
     """
-    if jobs == 1:
+    if share.jobs == 1:
         return {}
-    changes = {} if environ.get(THREADS) else {THREADS: str(max(1, cores // jobs))}
+    changes = {} if environ.get(THREADS) else {THREADS: str(max(1, cores // (share.jobs * share.workers)))}
     if len(devices) > 1:
-        changes[DEVICES] = devices[place % len(devices)]
+        first = share.place * share.processes
+        changes[DEVICES] = ",".join(devices[(first + i) % len(devices)] for i in range(share.workers))
     return changes
+
+
+def check_devices(plan: Plan, devices: Sequence[str]) -> None:
+    """Check that cells that run at once, in several processes each, do not need the same GPU.
+
+    Raises:
+        ConfigError: there are too few GPUs.
+    """
+    jobs, processes = plan.config.jobs, plan.config.processes
+    on_gpus = devices and any(cell.config.train.run.device != "cpu" for cell in plan.cells)
+    if on_gpus and jobs > 1 and processes > 1 and jobs * processes > len(devices):
+        raise ConfigError(
+            f"jobs={jobs} with processes={processes} needs {jobs * processes} GPUs, one for each process, and there "
+            f"are {len(devices)}: lower jobs or processes"
+        )
 
 
 def visible_devices(environ: Mapping[str, str]) -> list[str]:
@@ -295,13 +332,11 @@ def extract_error(log: Path, code: int, *, launched: bool = False) -> str:
 MEMORY_ENDED = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "ALLOC_FAILED")
 
 
-def advice_on_memory(error: str, cell: Cell, jobs: int) -> str:
+def advice_on_memory(error: str, jobs: int) -> str:
     """Return what to do about a cell that ran out of memory beside others, to append to its error; else nothing."""
     if jobs == 1 or not any(words in error for words in MEMORY_ENDED):
         return ""
-    # A trial of tuning that failed is a loss that later rounds were planned with: it is not run again.
-    again = "" if cell.config.trial is not None else ", and the same command tries it again"
-    return f". {jobs} cells ran at once and share the memory: set jobs lower{again}"
+    return f". {jobs} cells ran at once and share the memory: set jobs lower, and the same command tries it again"
 
 
 def count_cores() -> int:

@@ -318,7 +318,10 @@ FOLDER = "evals"
 
 @dataclass(frozen=True)
 class SuiteScores:
-    """The scores of one suite on one model: its figures, and where a figure has one, the number of every row."""
+    """The scores of one suite on one model: its figures, and where a figure has one, the number of every row.
+
+    A row that was left out has NaN.
+    """
 
     figures: Mapping[str, SuiteFigure]
     rows: Mapping[str, Sequence[float]]
@@ -376,7 +379,8 @@ def _read_scores(path: Path) -> SuiteScores:
         name: SuiteFigure(value=figure["value"], low=figure.get("low"), high=figure.get("high"))
         for name, figure in content["figures"].items()
     }
-    return SuiteScores(figures, content["rows"])
+    rows = {name: [math.nan if value is None else value for value in row] for name, row in content["rows"].items()}
+    return SuiteScores(figures, rows)
 
 
 def summarize_suites(
@@ -430,4 +434,5 @@ def _gain(results: Sequence[SuiteScores], starts: Sequence[SuiteScores | None], 
     if len(pairs) < len(after):
         return None
     differences = [torch.tensor(a, dtype=torch.float64) - torch.tensor(b, dtype=torch.float64) for a, b in pairs]
-    return bootstrap_crossed(torch.stack(differences))
+    gain = bootstrap_crossed(torch.stack(differences))
+    return None if math.isnan(gain.value) else gain

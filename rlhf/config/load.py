@@ -477,7 +477,8 @@ def _no_section(value: object, keys: Sequence[str], models: Sequence[type[BaseMo
     if value is None:
         cure = f"set its type{choices}" if choices else "leave it out for its defaults"
         return f"is a section, which cannot be null: {cure}"
-    key, example = _needed_key(sections), value
+    key = _needed_key(sections)
+    example = value if isinstance(value, str) else key.rpartition(".")[2].upper()
     if keys == ["algorithm"] and isinstance(value, str) and value in PRESETS:
         key = "preset"
     elif len(types) > 1:

@@ -93,11 +93,10 @@ class Host:
         with _kept_generators():
             _seed_generators(request.seed)
             environment = self.make()
+            episode = self._episodes[request.episode] = _Episode(environment)  # to be closed, also if reset fails
             result = checked_reset(environment.reset(seed=request.seed, options=request.options))
             tools = tuple(getattr(environment, "tool_schemas", ()))
-            episode = _Episode(environment)
             _save_generators(episode)
-        self._episodes[request.episode] = episode
         return ResetResult(result.observation, tools)
 
     def act(self, request: Act) -> StepResult:

@@ -127,7 +127,10 @@ def _is_message(value: Any) -> bool:
 def _number(value: Any) -> float | None:
     """Return a number as a float that float32 holds; None for anything else. numpy's scalars are numbers."""
     value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
-    number = float(value) if isinstance(value, Real) else math.nan
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:  # an integer that no float holds
+        return None
     return number if math.isfinite(number) and abs(number) <= LARGEST_REWARD else None
 
 

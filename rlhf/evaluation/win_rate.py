@@ -146,15 +146,22 @@ def bootstrap(values: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
     values_f64 = values_f64[~values_f64.isnan()]
     if not len(values_f64):
         return NO_INTERVAL
-    random, count = generator(seed, "bootstrap"), len(values_f64)
-    means = torch.cat(
-        [
-            values_f64[torch.randint(count, (resamples, count), generator=random)].mean(dim=1)
-            for resamples in _parts(DRAWS_AT_ONCE // count)
-        ]
-    )
+    means = torch.cat([values_f64[rows].mean(dim=1) for rows in resamples(len(values_f64), seed=seed)])
     low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Interval(float(values_f64.mean()), low, high)
+
+
+def resamples(count: int, *, seed: int = 0, key: str = "bootstrap") -> Iterator[Int[Tensor, "R N"]]:
+    """Yield the row indices of 2,000 resamples of `count` rows, in parts that fit in memory.
+
+    Args:
+        count: the rows; at least one.
+        seed: of the draws.
+        key: tells these draws from others with the same seed.
+    """
+    random = generator(seed, key)
+    for size in _parts(DRAWS_AT_ONCE // count):
+        yield torch.randint(count, (size, count), generator=random)
 
 
 def bootstrap_crossed(values: Float[Tensor, "S P"]) -> Interval:
@@ -203,10 +210,10 @@ def _crossed_counts(
     random = generator(0, "bootstrap")
     rows = torch.randint(seeds, (RESAMPLES, seeds), generator=random)
     done = 0
-    for resamples in _parts(at_once):
-        columns = torch.randint(prompts, (resamples, prompts), generator=random)
-        yield _counts(rows[done : done + resamples], seeds), _counts(columns, prompts)
-        done += resamples
+    for size in _parts(at_once):
+        columns = torch.randint(prompts, (size, prompts), generator=random)
+        yield _counts(rows[done : done + size], seeds), _counts(columns, prompts)
+        done += size
 
 
 def _parts(at_once: int) -> list[int]:

@@ -311,7 +311,9 @@ def evaluate_suite(settings: Suite, subject: Subject, task: str) -> SuiteResult:
     """Run a suite on a model; `task` is what follows the colon in the suite's name, else empty."""
     context = SuiteContext(
         load=lambda path: load_model_for_suite(settings, path, like=subject),
-        build_source=lambda config: build_source(config, subject.encoder.tokenizer, Engine(subject.device)),
+        build_source=lambda config: build_source(
+            config, subject.encoder.tokenizer, Engine(subject.device), leaves_out=True
+        ),
         task=task,
     )
     result = settings.run(subject, context)

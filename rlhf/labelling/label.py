@@ -305,9 +305,7 @@ def _agreement(verdicts: Sequence[Verdict], min_gap: float) -> Agreement:
     """Compare the verdicts with people's, who prefer the first of each pair."""
     import torch
 
-    from rlhf.evaluation.win_rate import RESAMPLES
-    from rlhf.runtime.seeding import generator
+    from rlhf.evaluation.win_rate import resamples
 
     outcomes = torch.tensor([preferred(v, 0, 1, min_gap=min_gap) for v in verdicts], dtype=torch.float64)
-    draws = torch.randint(len(outcomes), (RESAMPLES, len(outcomes)), generator=generator(0, "agreement"))
-    return agreement(outcomes, draws)
+    return agreement(outcomes, resamples(len(outcomes), key="agreement"))

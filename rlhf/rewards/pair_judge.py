@@ -5,11 +5,12 @@ A class below `PairwiseJudge` is a judge that `pairs.judge.type` of a comparison
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rlhf.errors import RewardError
@@ -61,17 +62,16 @@ class Verdicts:
     straight: Sequence[Verdict | None]  # first shown as A, second as B; None: the answer could not be parsed
     swapped: Sequence[Verdict | None]  # second shown as A, first as B; the verdict is on the sides as shown
     asked: Sequence[bool]
+    abstains: bool = False  # None means that the judge does not apply to the pair, which then has no outcome
 
     @property
     def wins(self) -> Float[Tensor, " N"]:
-        """Return 1 where the first side wins in both orders, 0 where it loses in both, else 0.5."""
+        """Return 1 where the first side wins in both orders, 0 where it loses in both, else 0.5; NaN: no outcome."""
         import torch
 
+        pairs = zip(self.straight, self.swapped, strict=True)
         return torch.tensor(
-            [
-                combine_verdicts(straight, swapped)
-                for straight, swapped in zip(self.straight, self.swapped, strict=True)
-            ],
+            [math.nan if self.abstains and None in pair else combine_verdicts(*pair) for pair in pairs],
             dtype=torch.float64,
         )
 
@@ -288,9 +288,9 @@ class ScoredPairs(PairwiseJudge):
 
         def ask(prompts: Sequence[str], first: Sequence[str], second: Sequence[str]) -> list[Verdict | None]:
             rows = zip(score(prompts, first), score(prompts, second), strict=True)
-            return ["A" if a > b else "B" if a < b else "tie" for a, b in rows]
+            return ["A" if a > b else "B" if a < b else "tie" if a == b else None for a, b in rows]
 
-        return lambda prompts, first, second: both_orders(ask, prompts, first, second)
+        return lambda prompts, first, second: replace(both_orders(ask, prompts, first, second), abstains=True)
 
 
 def both_orders(

@@ -108,7 +108,9 @@ class LocalModel:
         grads = [p.grad for p in self.parameters if p.grad is not None]
         if not grads:
             return 0.0
-        norm: Tensor = torch.nn.utils.get_total_norm(grads)
+        # Of 16-bit gradients torch would round each tensor's norm, and the sum of their squares, to 16 bits.
+        wide = [torch.linalg.vector_norm(g, dtype=torch.float32) if g.dtype == torch.bfloat16 else g for g in grads]
+        norm: Tensor = torch.nn.utils.get_total_norm(wide)
         return norm if norm.is_cuda else float(norm)
 
     def step(self, *, norm: float, lr_factor: float) -> float:

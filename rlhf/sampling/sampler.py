@@ -14,7 +14,7 @@ from rlhf.models.backbone import CausalLM
 from rlhf.models.text_config import text_config
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.offload import Offload
-from rlhf.sampling.fast.engine import FastSampler
+from rlhf.sampling.fast.engine import FastSampler, KeptSteps
 from rlhf.sampling.generate import HFSampler, rotation_switch
 from rlhf.types import Completions, Prompts
 
@@ -57,9 +57,12 @@ def make_sampler(
     dtype: str,
     device: torch.device,
     engine: Engine | None = None,
+    kept: KeptSteps | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Sampler:
     """Make the sampler that `sampling.backend` asks for; `warn` is called with the reason where auto is not fast.
+
+    Samplers from one model, with one dtype, may share what the fast one keeps on a GPU: `kept`.
 
     Raises:
         ConfigError: the backend is `fast`, which cannot sample from this model, or under sharding.rollout=layered.
@@ -83,6 +86,7 @@ def make_sampler(
         device=device,
         engine=engine,
         lean=config.copy_weights,
+        kept=kept,
         warn=warn,
     )
 

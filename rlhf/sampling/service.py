@@ -31,6 +31,7 @@ from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, context_length, load_adapter
 from rlhf.models.policy_models import Models
 from rlhf.sampling.canary import as_completions
+from rlhf.sampling.fast.engine import KeptSteps
 from rlhf.sampling.push import load_tensors, pushed_tensors, read_push, tensor_digest
 from rlhf.sampling.sampler import Sampler, make_sampler
 from rlhf.sampling.support import to_text
@@ -39,7 +40,9 @@ from rlhf.types import Completions, Prompts
 Weights = Literal["exact", "int8"]
 START = "start"  # the version of the weights that the server was started with
 WAIT_S = 600.0  # a request waits this long for the end of a pause
-SAMPLERS = 4  # that are kept, of as many settings: on a GPU each has a copy of the weights and recorded steps
+SAMPLERS = (
+    4  # that are kept, of as many settings: on a GPU each has recorded steps, and all have one copy of the weights
+)
 MOST_BYTES = 256 * 2**20  # of a request
 
 
@@ -81,9 +84,14 @@ class PolicyService:
         self._lock = threading.RLock()
         self._running = threading.Event()
         self._running.set()
-        self._sampler = lru_cache(SAMPLERS)(self._make_sampler)
+        self._forget_samplers()
         self._round(pushed_tensors(self.model))
         self._trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    def _forget_samplers(self) -> None:
+        """Make samplers anew from now on, and one copy of the weights for all of them."""
+        self._kept = KeptSteps()
+        self._sampler = lru_cache(SAMPLERS)(self._make_sampler)
 
     def _make_sampler(
         self,
@@ -97,7 +105,15 @@ class PolicyService:
         config = SamplingConfig(
             temperature=temperature, max_new_tokens=length, batch_size=batch_size, **dataclasses.asdict(limits)
         )
-        return make_sampler(self.model, config, eos_ids=stop_ids, pad_id=pad_id, dtype=self.dtype, device=self.device)
+        return make_sampler(
+            self.model,
+            config,
+            eos_ids=stop_ids,
+            pad_id=pad_id,
+            dtype=self.dtype,
+            device=self.device,
+            kept=self._kept,
+        )
 
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Answer /v1/completions.
@@ -223,7 +239,7 @@ class PolicyService:
         assert isinstance(self.model, PreTrainedModel)
         self.model = load_adapter(self.model, folder).eval()
         self._exact = {}  # of the base, which nobody pushes any more
-        self._sampler = lru_cache(SAMPLERS)(self._make_sampler)
+        self._forget_samplers()
         self._trained = [weight for weight in self.model.parameters() if weight.requires_grad]
 
     def _round(self, tensors: Mapping[str, Tensor]) -> None:

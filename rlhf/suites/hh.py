@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -32,12 +33,16 @@ EXAMPLES = 8
 NO_SOURCE = (
     "no reward source: set source.type and source.path, say, as in source.type=model source.path=runs/reward_model"
 )
+NO_SCORE = "no verifier of the source applies to all answers of any pair: see the columns that it reads"
 NO_REFERENCE = "no reference: set reference=PATH to the model that this one was trained from"
 
 
 @dataclass(frozen=True)
 class _ScoredAnswers:
-    """Completions and scores, for the pairs whose prompt leaves room for an answer."""
+    """Completions and scores, for the pairs whose prompt leaves room for an answer.
+
+    A pair whose answers are not all scored, since no verifier applies to one, has NaN for each.
+    """
 
     completions: Completions
     model: list[float]
@@ -97,11 +102,16 @@ class HhSuite(Suite):
             )
         else:
             answers = self._sample_and_score(pairs, answerable, subject, reference, source)
-            figures += _score_figures(answers, self.seed)
+            unjudged = sum(map(math.isnan, answers.model))
+            if unjudged < len(answerable):
+                figures += _score_figures(answers, self.seed)
+            else:
+                left_out.append(NotMeasured("scores, win rates, accuracy of the reward source", NO_SCORE))
             examples = _examples(answers, subject)
             if reference is None:
                 left_out.append(NotMeasured("win rate over the start model", NO_REFERENCE))
             notes += _length_notes(len(pairs) - len(answerable), answers.cut, _max_new_tokens(subject))
+            notes += _unjudged_notes(unjudged)
         return SuiteResult(tuple(figures), len(pairs), skipped, tuple(left_out), notes, examples=examples)
 
     def _logprob_figures(self, pairs: PairSet, subject: Subject, reference: Subject | None) -> list[Estimate]:
@@ -163,12 +173,16 @@ class HhSuite(Suite):
             )
 
         completions, shortened = sample(subject)
+        sides = [_scores(source, completions), score_side(pairs.chosen), score_side(pairs.rejected)]
+        if reference is not None:
+            sides.append(_scores(source, sample(reference)[0]))
+        model, chosen, rejected, *start = _scored_together(sides)
         return _ScoredAnswers(
             completions=completions,
-            model=_scores(source, completions),
-            chosen=score_side(pairs.chosen),
-            rejected=score_side(pairs.rejected),
-            start=None if reference is None else _scores(source, sample(reference)[0]),
+            model=model,
+            chosen=chosen,
+            rejected=rejected,
+            start=start[0] if start else None,
             cut=shortened,
         )
 
@@ -203,6 +217,12 @@ def _score_figures(answers: _ScoredAnswers, seed: int) -> list[Estimate]:
     return figures
 
 
+def _scored_together(sides: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return the scores of all sides, with NaN for every side of a row on which one of them has none."""
+    unknown = [any(map(math.isnan, row)) for row in zip(*sides, strict=True)]
+    return [[math.nan if gone else score for gone, score in zip(unknown, side, strict=True)] for side in sides]
+
+
 def _scores(source: RewardSource, completions: Completions) -> list[float]:
     """Return the scores of completions as a list of floats."""
     values: list[float] = source(completions).values.double().tolist()
@@ -230,6 +250,16 @@ def _length_notes(too_long: int, shortened: int, new_tokens: int) -> tuple[str, 
     if shortened:
         notes.append(f"{shortened:,} of the model's answers were cut where they went on with another turn (stop)")
     return tuple(notes)
+
+
+def _unjudged_notes(unjudged: int) -> tuple[str, ...]:
+    """Describe how many pairs have no scores."""
+    if not unjudged:
+        return ()
+    return (
+        f"no verifier of the source applies to an answer of {unjudged:,} pairs: they count in the log-probabilities, "
+        "not in the scores",
+    )
 
 
 def _examples(answers: _ScoredAnswers, subject: Subject) -> tuple[dict[str, object], ...]:

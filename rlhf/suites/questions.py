@@ -212,13 +212,18 @@ def sample_answers(
 def pick_best(
     source: RewardSource, rows: Sequence[Mapping[str, object]], count: int
 ) -> Callable[[Completions], Int[Tensor, " Q"]]:
-    """Make a function that picks the answer that `source` scores highest; the source reads the row of the question."""
+    """Make a function that picks the answer that `source` scores highest; the source reads the row of the question.
+
+    An answer without a score (NaN) is below all others.
+    """
     import torch
+
+    from rlhf.evaluation.frontier import picks
 
     def pick(completions: Completions) -> Int[Tensor, " Q"]:
         references = tuple(dict(row) for row in rows for _ in range(count))
         scores = source(replace(completions, references=references)).values.view(-1, count)
-        return scores.argmax(dim=1) + torch.arange(len(scores)) * count
+        return picks(scores, count) + torch.arange(len(scores)) * count
 
     return pick
 
@@ -245,7 +250,7 @@ class Estimate:
     interval: Method
     meaning: str
     values: tuple[float, ...] = ()
-    """One value per row, whose mean is the figure; empty for a figure that is no mean over rows."""
+    """One value per row, whose mean is the figure, NaN where the row has none; empty if the figure is no mean."""
 
 
 @dataclass(frozen=True)
@@ -296,23 +301,47 @@ def share_estimate(name: str, values: Sequence[float], meaning: str) -> Estimate
 
 
 def pair_estimate(name: str, chosen: Sequence[float], rejected: Sequence[float], meaning: str) -> Estimate:
-    """Build the figure of the share of pairs whose chosen side is higher; a tie counts half."""
-    result = compute("pairwise_accuracy", predictions=chosen, references=rejected)
-    rows = tuple(result["outcomes"])
-    return Estimate(name, result["accuracy"], result["low"], result["high"], len(rows), "wilson", meaning, rows)
+    """Build the figure of the share of pairs whose chosen side is higher; a tie counts half.
+
+    A pair without both numbers (NaN) is left out.
+    """
+    rows = both_known(chosen, rejected)
+    result = compute("pairwise_accuracy", predictions=[chosen[i] for i in rows], references=[rejected[i] for i in rows])
+    outcomes = _at(rows, result["outcomes"], len(chosen))
+    return Estimate(name, result["accuracy"], result["low"], result["high"], len(rows), "wilson", meaning, outcomes)
 
 
 def win_rate_estimate(name: str, a: Sequence[float], b: Sequence[float], meaning: str, *, seed: int) -> Estimate:
-    """Build the figure of the share of rows on which A is above B; a tie counts half."""
-    result = compute("win_rate", predictions=a, references=b, bootstrap_seed=seed)
-    rows = tuple(result["outcomes"])
-    return Estimate(name, result["win_rate"], result["low"], result["high"], len(rows), "bootstrap", meaning, rows)
+    """Build the figure of the share of rows on which A is above B; a tie counts half.
+
+    A row without both numbers (NaN) is left out.
+    """
+    rows = both_known(a, b)
+    sides = {"predictions": [a[i] for i in rows], "references": [b[i] for i in rows]}
+    result = compute("win_rate", **sides, bootstrap_seed=seed)
+    outcomes = _at(rows, result["outcomes"], len(a))
+    return Estimate(name, result["win_rate"], result["low"], result["high"], len(rows), "bootstrap", meaning, outcomes)
+
+
+def both_known(a: Sequence[float], b: Sequence[float]) -> list[int]:
+    """Return the rows on which both numbers are known."""
+    return [i for i, pair in enumerate(zip(a, b, strict=True)) if not any(map(math.isnan, pair))]
+
+
+def _at(rows: Sequence[int], outcomes: Sequence[float], total: int) -> tuple[float, ...]:
+    """Return one value for each of all rows: the outcomes at these rows, and NaN elsewhere."""
+    known = dict(zip(rows, outcomes, strict=True))
+    return tuple(known.get(row, math.nan) for row in range(total))
 
 
 def mean_estimate(name: str, values: Sequence[float], meaning: str, *, seed: int) -> Estimate:
-    """Build the figure of a mean of any values, one per row, with its bootstrap interval over the rows."""
+    """Build the figure of a mean of any values, one per row, with its bootstrap interval over the rows.
+
+    A row without a number (NaN) is left out.
+    """
     low, high = _bootstrap(values, seed)
-    return Estimate(name, mean(values), low, high, len(values), "bootstrap", meaning, tuple(values))
+    known = [value for value in values if not math.isnan(value)]
+    return Estimate(name, mean(known), low, high, len(known), "bootstrap", meaning, tuple(values))
 
 
 def ratio_estimate(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, *, seed: int) -> Estimate:

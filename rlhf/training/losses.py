@@ -54,7 +54,8 @@ class OnlineLoss:
         self.coefs = coefs
         self.ratio_deviation: Number = 0.0  # max |pi / pi_old - 1| over the calls of `terms` so far
         drawn = objective.policy_loss.drawn_ratios
-        self.ratios = None if drawn is None else RatioHistogram(*drawn)  # of the tokens of these calls
+        self.ratios = None if drawn is None else RatioHistogram(*drawn)
+        self._latest: tuple[Tensor, Tensor, Tensor] | None = None  # what `ratios` takes, of the latest call of `terms`
 
     def denominators(self, batch: Experience) -> dict[str, float]:
         """Compute the denominators of the loss terms from the whole minibatch."""
@@ -95,7 +96,12 @@ class OnlineLoss:
         if self.ratios is not None:
             level = self.objective.policy_loss.ratio_level
             ratio = importance_ratio(logprobs.detach(), micro.logprobs, micro.loss_mask, level)
-            self.ratios.add(ratio, micro.advantages, micro.loss_mask)
+            self._latest = (ratio, micro.advantages, micro.loss_mask)
+
+    def draw(self) -> None:
+        """Count the ratios of the latest call of `terms` for the report's figure."""
+        if self.ratios is not None and self._latest is not None:
+            self.ratios.add(*self._latest)
 
 
 class CriticLoss:

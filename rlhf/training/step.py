@@ -38,6 +38,14 @@ class RowWiseLoss(Loss, Protocol):
     row_values: dict[str, Tensor]  # [B] each, of the latest call of `terms`
 
 
+@runtime_checkable
+class DrawnLoss(Loss, Protocol):
+    """A loss that counts tokens of its passes for a figure."""
+
+    def draw(self) -> None:
+        """Count those of the latest call of `terms`, which was no dummy pass."""
+
+
 @dataclass(frozen=True)
 class LossBatch:
     """A minibatch and the loss to minimize on it."""
@@ -157,6 +165,8 @@ def _compute_gradients(
                 if own:
                     model.backward(sum(own[1:], start=own[0]), last=is_last and not later & set(model.terms))
             if micro.counts:
+                if isinstance(part.loss, DrawnLoss):
+                    part.loss.draw()
                 losses.append([value.detach() for value in terms.values()])
                 means.append(observed)
     return means, losses

@@ -12,6 +12,7 @@ from cases import GROUPS, compare_tree, compared
 
 from rlhf.comparison.results import ComparisonResults
 from rlhf.comparison.summary import notes
+from rlhf.comparison.trial import read_suites
 
 ABSTAINS = """
 def grade(completion, row):
@@ -29,6 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree: dict[str, Any] = compare_tree(folder, reward_source=sources[0], judge=sources[1])
     best = {"type": "best_of_n", "n": 2, "samples": 4}
     tree |= {"seeds": [0], "arms": {"grpo": {"algorithm": {"preset": "grpo"}, **GROUPS}, "best_of_n": best}}
+    hh = {"dataset": {"path": str(folder / "pairs.jsonl")}, "sampling": {"max_new_tokens": 4}, "source": sources[0]}
+    tree["suites"] = {"hh": hh}
+    tree["pairs"] = {"judge": {"type": "scores", "source": sources[1]}}
     assert compared(tree)
     return Path(tree["out_dir"])
 
@@ -67,6 +71,23 @@ def test_gains_and_win_rates_leave_such_prompts_out(folder: Path) -> None:
     assert all(math.isfinite(point.score) for point in results.best_of_n["best_of_n"])
     (note,) = [note for note in notes(results) if "no verifier applies" in note]
     assert f"up to {len(start) - len(pairs)} of the {results.prompts} completions" in note
+
+
+def test_suites_and_judges_of_pairs_leave_such_prompts_out(folder: Path) -> None:
+    suites = read_suites(folder / "grpo" / "seed-0")
+    rows = suites["hh"].rows["score"]
+    assert sum(map(math.isnan, rows)) == len(rows) // 2 == 8  # every other pair is blue
+    assert suites["hh"].figures["score"].value == pytest.approx(math.fsum(x for x in rows if x == x) / 8)
+    unjudged = [row["score"] is None for row in rows_of(folder, "grpo")]
+    outcomes = suites["pairs"].rows["over_start"]
+    same = [
+        a["completion"] == b["completion"]
+        for a, b in zip(rows_of(folder, "grpo"), rows_of(folder, "start"), strict=True)
+    ]
+    assert [math.isnan(x) for x in outcomes] == [no and not tie for no, tie in zip(unjudged, same, strict=True)]
+    gain = ComparisonResults.read(folder).arms["grpo"].suites["hh"]["score"].gain
+    assert gain is not None
+    assert math.isfinite(gain.value)
 
 
 def test_the_page_is_written(folder: Path) -> None:

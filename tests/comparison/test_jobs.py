@@ -27,7 +27,9 @@ from rlhf.comparison.scheduler import (
     FAILED,
     CellProcess,
     Running,
+    Share,
     advice_on_memory,
+    check_devices,
     extract_error,
     failure_of,
     resource_environment,
@@ -160,16 +162,39 @@ def test_a_stop_reaches_every_cell_and_the_same_command_continues(tmp_path: Path
 
 def test_shares_by_hand() -> None:
     four = {"cores": 4, "devices": (), "environ": {}}
-    assert resource_environment(0, 1, **four) == {}
-    assert resource_environment(1, 2, **four) == {"OMP_NUM_THREADS": "2"}
-    assert resource_environment(7, 8, **four) == {"OMP_NUM_THREADS": "1"}
-    assert resource_environment(1, 2, cores=4, devices=(), environ={"OMP_NUM_THREADS": "3"}) == {}
+    assert resource_environment(Share(0, 1), **four) == {}
+    assert resource_environment(Share(1, 2), **four) == {"OMP_NUM_THREADS": "2"}
+    assert resource_environment(Share(7, 8), **four) == {"OMP_NUM_THREADS": "1"}
+    assert resource_environment(Share(1, 2), cores=4, devices=(), environ={"OMP_NUM_THREADS": "3"}) == {}
     gpus = [
-        resource_environment(place, 3, cores=8, devices=("2", "5"), environ={})["CUDA_VISIBLE_DEVICES"]
+        resource_environment(Share(place, 3), cores=8, devices=("2", "5"), environ={})["CUDA_VISIBLE_DEVICES"]
         for place in range(3)
     ]
     assert gpus == ["2", "5", "2"]
-    assert "CUDA_VISIBLE_DEVICES" not in resource_environment(0, 2, cores=8, devices=("0",), environ={})
+    assert "CUDA_VISIBLE_DEVICES" not in resource_environment(Share(0, 2), cores=8, devices=("0",), environ={})
+
+
+def test_cells_of_several_processes_have_gpus_of_their_own() -> None:
+    def given(place: int, *, launched: bool = True) -> dict[str, str]:
+        share = Share(place, 2, 2, launched=launched)
+        return resource_environment(share, cores=8, devices=("0", "1", "2", "3"), environ={})
+
+    assert given(0) == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert given(1) == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert given(1, launched=False) == {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "2"}
+
+
+def test_cells_that_would_share_a_gpu_between_processes_are_refused(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, jobs=2, processes=2)
+    check_devices(plan_of(tree), ("0", "1"))  # the base's device is the CPU
+    base = Path(tree["base"])
+    base.write_text(base.read_text().replace("device: cpu", "device: auto"))
+    plan = plan_of(tree)
+    for cpu_or_enough in ((), ("0", "1", "2", "3")):
+        check_devices(plan, cpu_or_enough)
+    with pytest.raises(ConfigError, match=r"jobs=2 with processes=2 needs 4 GPUs.* there are 2"):
+        check_devices(plan, ("0", "1"))
+    check_devices(plan_of({**tree, "jobs": 1}), ("0", "1"))  # one after another
 
 
 def test_the_gpus_that_one_may_use_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,10 +267,9 @@ def test_a_cell_without_memory_beside_others_names_jobs_and_is_tried_again(tmp_p
 
 
 def test_what_is_advised_about_memory(tmp_path: Path) -> None:
-    plan = plan_of(compare_tree(tmp_path))
-    assert advice_on_memory("CUDA out of memory", plan.cells[0], 1) == ""
-    assert advice_on_memory("policy.model: no such folder", plan.cells[0], 8) == ""
-    assert "set jobs lower" in advice_on_memory(extract_error(tmp_path / ERRORS, -9), plan.cells[0], 8)
+    assert advice_on_memory("CUDA out of memory", 1) == ""
+    assert advice_on_memory("policy.model: no such folder", 8) == ""
+    assert "set jobs lower" in advice_on_memory(extract_error(tmp_path / ERRORS, -9), 8)
 
 
 def test_lines_are_shown_once_and_whole(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,29 @@ def test_scores_decide(judge_file: Path, tokenizer: PreTrainedTokenizerFast) -> 
     assert verdicts.inconsistent == 0
     assert seen[0][0] == ["red", "red one"]
     assert [text.split() for text in seen[0][1]] == [["good", "good"], ["bad"]]
+
+
+@pytest.mark.parametrize(("texts", "value"), [(["good", "one", "good"], 0.75), (["one", "one", "one"], None)])
+def test_a_source_that_abstains_leaves_the_pair_out(
+    judge_file: Path, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], value: float | None
+) -> None:
+    def source(completions: Completions) -> Scores:
+        scores = {"good": 1.0, "bad": 0.0, "one": math.nan}
+        answers = [text.strip() for text in decode(completions, tokenizer).completions]
+        return Scores(values=torch.tensor([scores[answer] for answer in answers]), parts={})
+
+    target = {"type": "function", "target": f"{judge_file}:longer"}
+    config = PairsConfig.model_validate({"judge": {"type": "scores", "source": target}})
+    judge = config.judge.build(tokenizer, lambda _: source)
+    result = pairs.compare(judgment(texts), {"start": judgment(["bad", "bad", "good"])}, config, judge, seed=0)
+    got = {figure.name: figure for figure in result.figures}
+    if value is None:
+        assert (got, [part.what for part in result.left_out]) == ({}, ["over_start"])
+    else:
+        assert (got["over_start"].value, got["over_start"].n, got["disagree_start"].value) == (value, 2, 0.0)
+        assert [math.isnan(outcome) for outcome in got["over_start"].values] == [False, True, False]
+    (note,) = result.notes
+    assert f"{list(texts).count('one')} of the pairs against start" in note
 
 
 def test_a_language_model_decides(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

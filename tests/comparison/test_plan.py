@@ -59,6 +59,25 @@ def test_start_reward_and_judge_are_the_same_for_all(tmp_path: Path) -> None:
         assert train.reward is None or train.reward.source == cell.config.proxy
 
 
+@pytest.mark.parametrize("where", ["base", "shared", "arm"])
+def test_a_reference_other_than_the_start_is_refused(tmp_path: Path, where: str) -> None:
+    """The start cell would judge it, and best-of-n sample the start: two starts in one comparison."""
+    other = {"reference": {"model": str(make_model(tmp_path / "other", seed=7))}}
+    places = {"shared": {"shared": other}, "arm": {"arms": {"ppo": other}}}
+    tree = compare_tree(tmp_path, **places.get(where, {}))
+    if where == "base":
+        path = Path(tree["base"])
+        path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **other}))
+    with pytest.raises(ConfigError, match=r"reference\.model=.*other.* the start model"):
+        plan_of(tree)
+
+
+def test_the_start_may_be_named_as_the_reference(tmp_path: Path) -> None:
+    other = str(make_model(tmp_path / "other", seed=7))
+    plan = plan_of(compare_tree(tmp_path, start=other, shared={"reference": {"model": other}}))
+    assert {cell.config.train.reference.model for cell in plan.cells} == {other}
+
+
 def test_the_lab_gives_start_pairs_and_reward(tmp_path: Path) -> None:
     tree = compare_tree(tmp_path, lab={"folder": "somewhere"})
     train = plan_of(tree).of("dpo")[0].config.train

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
-from cases import compare_tree, compared, failing_arm, here, plan_of
+from cases import Ended, at_once, compare_tree, compared, failing_arm, here, plan_of
 
-from rlhf.api.comparing import rebuild_comparison
+from rlhf.api.comparing import rebuild_comparison, run_compare
 from rlhf.comparison.costs import COSTS, CostTracker
-from rlhf.comparison.plan import ensure_owner
+from rlhf.comparison.plan import Cell, ensure_owner
 from rlhf.comparison.results import ComparisonResults
+from rlhf.comparison.scheduler import advice_on_memory, record_failure
 from rlhf.comparison.summary import verdict
 from rlhf.comparison.trial import JUDGED, Judgment
 from rlhf.comparison.tuning.run import NOT_RERUN, tuning_table
@@ -210,6 +211,27 @@ def test_a_trial_that_diverges_is_a_counted_loss(tmp_path: Path, monkeypatch: py
     tried.clear()
     assert compared(tree)
     assert tried == []  # a failed trial is over
+
+
+def test_a_trial_without_memory_beside_others_is_tried_again(tmp_path: Path) -> None:
+    """The memory that other cells left is no property of its values: no loss, and no next round without it."""
+    tree = compare_tree(tmp_path, seeds=[0], tune={"trials": 3, "space": LR}, arms={**ARMS, **ONLY_DPO})
+
+    def crowded(cell: Cell, place: int) -> Ended:
+        if "trial-1" not in str(cell.folder):
+            return at_once(cell, place)
+        error = "CUDA out of memory"
+        record_failure(cell.folder, error + advice_on_memory(error, 2), crowded=True)
+        return Ended("failed")
+
+    with pytest.raises(UserError, match=r"1 of 3 trials .* trial 1, .*jobs lower, and the same command tries it again"):
+        run_compare(compare_config(tree), beside=Path(), start=crowded)
+    folder = tmp_path / "compare"
+    assert not list(folder.rglob("round-2/judged.json"))
+    assert compared(tree)
+    trial = tuning_of(folder)["arms"]["dpo"]["trials"][1]
+    assert trial["error"] is None
+    assert None not in trial["scores"]
 
 
 def test_if_every_trial_fails_nothing_is_compared(tmp_path: Path) -> None:

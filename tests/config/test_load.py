@@ -398,6 +398,8 @@ def test_a_section_that_nothing_reads_is_named(algorithm: str, changes: dict[str
         ({"algorithm": [1]}, "algorithm: is a section, not [1]: set algorithm."),
         ({"policy": "model"}, "policy: is a section, not 'model': set policy.model=model"),
         ({"data": "p.jsonl"}, "data: is a section, not 'p.jsonl': set data.prompts.path=p.jsonl"),
+        ({"data": [1]}, "data: is a section, not [1]: set data.prompts.path=PATH"),
+        ({"policy": 3}, "policy: is a section, not 3: set policy.model=MODEL"),
         ({"schedule": 10}, "schedule: is a section, not 10: set schedule.KEY=VALUE"),
         ({"reward": "vader"}, "reward: is a section, not 'vader': set reward.source=vader"),
         ({"teacher": "m"}, "teacher: is a section, not 'm': set teacher.model=m"),

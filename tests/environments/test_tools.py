@@ -166,6 +166,7 @@ def test_guess_the_number() -> None:
         (None, "it returned a NoneType"),
         (("a", float("inf"), True, False, {}), "finite number"),
         (("a", "1", True, False, {}), "finite number"),
+        (("a", 10**400, True, False, {}), "finite number"),
         ((b"a", 1.0, True, False, {}), "the observation is a bytes"),
         (([{"content": "x"}], 1.0, True, False, {}), "the observation is a list"),
     ],
@@ -176,11 +177,27 @@ def test_what_is_no_step(returned: Any, reason: str) -> None:
 
 
 def test_what_is_a_step_and_a_reset() -> None:
-    step = checked_step((None, 1, 0, 1, {"hits": 2, "name": "x"}))
+    step = checked_step((None, 1, 0, 1, {"hits": 2, "name": "x", "state": 10**400}))
     assert step == StepResult("", 1.0, False, True, {"hits": 2.0})
     assert checked_reset(None).observation == ""
     assert checked_reset("a").observation == "a"
     assert checked_reset(([{"role": "user", "content": "a"}], {})).observation == [{"role": "user", "content": "a"}]
+
+
+def test_an_environment_that_fails_to_reset_is_closed() -> None:
+    closed: list[int] = []
+
+    class Unready:
+        def reset(self, **_: Any) -> None:
+            raise OSError("no room")
+
+        def close(self) -> None:
+            closed.append(1)
+
+    host = Host(Unready)  # type: ignore[arg-type]  # it has no step
+    assert isinstance(host.handle(Begin(1, 5, {})), Fault)
+    host.handle(End(1))
+    assert closed == [1]
 
 
 class Dice:

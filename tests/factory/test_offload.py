@@ -209,6 +209,7 @@ def test_decoding_without_a_copy_of_the_weights_draws_the_same_tokens(tmp_path: 
     assert torch.equal(drawn[0].completion_ids, drawn[1].completion_ids)
     assert torch.allclose(drawn[0].sampler_logprobs, drawn[1].sampler_logprobs, atol=1e-5)
     sampler: Any = run.sampler
-    sampler._recorded = sampler._kept_decoder = object()
+    sampler.kept.decoder = sampler.kept.steps[sampler] = object()
     sampler.release()
-    assert (sampler._recorded, sampler._kept_decoder) == (None, None)
+    assert sampler.kept.decoder is None
+    assert not sampler.kept.steps

@@ -15,6 +15,7 @@ from pretend import PretendDevice
 from quick import quick
 from tiny_models import prompts_of, tiny
 
+from rlhf.algo.support import Limits
 from rlhf.config.files import merge
 from rlhf.config.sections import SamplingConfig
 from rlhf.models.backbone import body_of
@@ -23,6 +24,7 @@ from rlhf.models.kernels.packing import packing_unsupported_reason
 from rlhf.models.policy_models import Models
 from rlhf.sampling.canary import Reading, as_completions, is_rounding
 from rlhf.sampling.fast.engine import FastSampler
+from rlhf.sampling.service import PolicyService
 from rlhf.types import Completions
 
 Machine = PretendDevice | None
@@ -135,9 +137,8 @@ def test_recorded_steps_read_the_weights_of_their_rollout(gpu: Machine) -> None:
     fresh = sampled(model, "cuda", 24, greedy=True)[0]
     assert not torch.equal(before.completion_ids, after.completion_ids)
     assert torch.equal(after.completion_ids, fresh.completion_ids)
-    assert sampler._recorded is not None
     if gpu is not None:
-        assert len(sampler._recorded.graphs) == gpu.captures - 2 or gpu.captures > 0
+        assert len(sampler.kept.steps[sampler].graphs) == gpu.captures - 2 or gpu.captures > 0
 
 
 def test_trials_compute_without_tf32(gpu: Machine) -> None:
@@ -168,8 +169,25 @@ def test_rollouts_of_other_numbers_of_rows_share_one_cache(gpu: Machine) -> None
         rows = prompts_of(ROWS[:count])
         drawn, alone = (one.sample(rows, key=7, group_size=3) for one in (sampler, sampler_of(model, 24)))
         assert torch.equal(drawn.completion_ids, alone.completion_ids)
-    assert sampler._recorded is not None
-    assert sampler._recorded.slots.size == 18
+    assert sampler.kept.steps[sampler].slots.size == 18
+
+
+def test_samplers_of_other_settings_share_one_copy_of_the_weights(gpu: Machine) -> None:
+    """A server has a sampler for the rollout and one for the canary, which asks for few tokens after every push."""
+    model = tiny(dtype=torch.float32).to("cuda")
+    service = PolicyService(model, dtype="float32", device=torch.device("cuda"))
+    prompts = [row[:] for row in ROWS[:3]]
+    drawn = []
+    for length in (8, 24, 8):
+        settings = (1.0, length, 64, Limits(), (), 0)
+        options: dict[str, Any] = {"rows": [0, 1, 2], "width": 0, "size": 2, "key": 7, "greedy": False, "frozen": False}
+        drawn.append(service.sample(prompts, settings=settings, **options))
+        assert isinstance(sampler := service._sampler(*settings), FastSampler)
+        assert sampler.uses == "recorded"
+    assert torch.equal(drawn[0].completion_ids, drawn[2].completion_ids)
+    assert torch.equal(drawn[0].completion_ids, drawn[1].completion_ids[:, :8])
+    copies = {id(steps.decoder) for steps in service._kept.steps.values()}
+    assert copies == {id(service._kept.decoder)}
 
 
 def test_steps_are_recorded_on_one_stream_of_the_sampler(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,10 @@ from rlhf.data.pairs import load_pairs
 from rlhf.data.templates import Rendered
 from rlhf.data.tokenizer import left_pad, load_tokenizer, make_encoder, right_pad
 from rlhf.errors import ConfigError, DataError, RewardError
+from rlhf.evaluation import win_rate
 from rlhf.labelling.data import read_groups
 from rlhf.labelling.judges import judge_at, verdict_of_pairs, verdict_of_scores
-from rlhf.labelling.label import LabelConfig, label, rows_of
+from rlhf.labelling.label import LabelConfig, _agreement, label, rows_of
 from rlhf.labelling.settings import label_settings
 from rlhf.models.scalar_head import load_reward_heads, load_scalar_head
 
@@ -100,10 +101,27 @@ def test_kappa_is_that_of_the_table_of_both_orders() -> None:
 
 def test_the_interval_is_that_of_the_resamples() -> None:
     outcomes = torch.tensor([1.0, 0.0, 1.0, 0.5])
-    result = agreement(outcomes, torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 2, 3]]))
+    result = agreement(outcomes, [torch.tensor([[0, 0, 0, 0]]), torch.tensor([[1, 1, 1, 1], [0, 1, 2, 3]])])
     assert (result.pairs, result.ties, result.accuracy[0]) == (4, 1, 0.625)
     assert result.accuracy[1] == pytest.approx(0.025 * 2 * 0.625)  # between the smallest, 0, and the middle, .625
     assert result.accuracy[2] == pytest.approx(0.625 + 0.95 * 0.375)
+
+
+def test_the_resamples_are_drawn_in_parts_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once they are 2,000 times as many indices as pairs: more than the memory, for a large file of labels."""
+    verdicts = [verdict_of_scores([float(i % 3), 1.0]) for i in range(10)]
+    whole = _agreement(verdicts, 0.0)
+    sizes: list[int] = []
+
+    def counted(high: int, size: tuple[int, int], **kwargs: Any) -> torch.Tensor:
+        sizes.append(size[0] * size[1])
+        return draw(high, size, **kwargs)
+
+    draw = torch.randint
+    monkeypatch.setattr(torch, "randint", counted)
+    monkeypatch.setattr(win_rate, "DRAWS_AT_ONCE", 300)
+    assert _agreement(verdicts, 0.0) == whole
+    assert (sum(sizes), max(sizes)) == (20_000, 300)
 
 
 # Verdicts

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from bigram import EOS
 from runs import count_good, write_rows
 from suite_cases import evaluate, figures, gains, subject, values
@@ -13,8 +15,9 @@ from suite_cases import evaluate, figures, gains, subject, values
 from rlhf.errors import DataError
 from rlhf.evaluation.win_rate import Interval
 from rlhf.rewards.function import FunctionReward
-from rlhf.suites.hh import NO_REFERENCE, NO_SOURCE, HhSuite
+from rlhf.suites.hh import NO_REFERENCE, NO_SCORE, NO_SOURCE, HhSuite
 from rlhf.suites.subject import Subject
+from rlhf.types import Completions, Scores
 
 WORDS = ("Human:", "Assistant:", "hi", "good", "bad")
 ENDS = {"good": {EOS: 1.0}, "bad": {EOS: 1.0}}
@@ -85,6 +88,26 @@ def test_scores_and_win_rates_by_hand(tmp_path: Path) -> None:
         "score": 1.0,
         "score_chosen": 1.0,
     }
+
+
+def test_a_pair_that_the_source_does_not_apply_to_is_left_out_of_the_scores(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "h.jsonl", PAIRS)
+    model = subject(tmp_path / "m", WORDS, {**ENDS, "Assistant:": {"good": 1.0}})
+    full = source(model)
+
+    def abstains(completions: Completions) -> Scores:
+        scores = full(completions)
+        return replace(scores, values=torch.where(completions.row_ids == 0, math.nan, scores.values))
+
+    result = evaluate(settings(rows), model, source=abstains)
+    got = figures(result)
+    assert got["score"].n == got["source_accuracy"].n == 3
+    assert (got["score_chosen"].value, got["source_accuracy"].value) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert math.isnan(got["win_rate_chosen"].values[0])
+    assert any("an answer of 1 pairs" in note for note in result.notes)
+    nothing = evaluate(settings(rows), model, source=lambda c: replace(full(c), values=torch.full((len(c),), math.nan)))
+    assert not {"score", "source_accuracy"} & set(values(nothing))
+    assert NO_SCORE in [part.why for part in nothing.left_out]
 
 
 def test_gains_are_paired_by_pair(tmp_path: Path) -> None:

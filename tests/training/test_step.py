@@ -17,7 +17,9 @@ from rlhf.batching import Batch
 from rlhf.config.run import RunConfig
 from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import ConfigError
+from rlhf.runtime.distributed import Distributed
 from rlhf.runtime.engine import Engine, TrainableModel, lr_factor, make_engine
+from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.training import step
 from rlhf.training.step import LossBatch, optimizer_step
 
@@ -97,6 +99,35 @@ def test_a_step_is_the_gradient_of_the_whole() -> None:
     torch.testing.assert_close(weights(loss.policy), before - 0.05 * gradient, rtol=0, atol=1e-12)
     assert metrics["policy/grad_norm"] == pytest.approx(gradient.norm().item())
     assert metrics["policy/lr"] == pytest.approx(0.05)
+
+
+def test_the_norm_of_gradients_in_bfloat16_is_not_rounded_to_it() -> None:
+    module = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(50))).bfloat16()
+    model = trained("policy", module, "policy")
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    exact = math.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in module.parameters() if p.grad is not None))
+    assert float(model.grad_norm()) == pytest.approx(exact, rel=1e-6)  # rounding to bfloat16 may cost 4e-3
+
+
+def test_a_dummy_pass_is_in_no_figure() -> None:
+    """A rank with fewer rows repeats one, to keep the ranks in step: it has no gradient, and no place in a figure."""
+    drawn: list[str] = []
+
+    class Drawn(Regression):
+        def terms(self, micro: Points) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+            drawn.append("pass")
+            return super().terms(micro)
+
+        def draw(self) -> None:
+            drawn.append("drawn")
+
+    loss, models = two_models()
+    shorter = Distributed(rank=1, world=2)  # of seven rows it has three, and four passes
+    parts = [LossBatch(points(), Drawn(loss.policy, loss.critic))]
+    step._compute_gradients(parts, models, AdaptiveMicroBatch(1), 1, shorter)
+    assert drawn == [*["pass", "drawn"] * 3, "pass"]
 
 
 def test_parts_add_up() -> None:

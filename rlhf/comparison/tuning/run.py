@@ -55,6 +55,7 @@ def run_tuning(plan: Plan, run: RunCells) -> Chosen | None:
         cells = [cell for cell in plan.trials if _is_going(cell, number, going)]
         if not run(cells, f"tuning, round {number} of {len(sizes)}"):
             return None
+        _check_memory(cells)
         scores = {arm: round_scores([cell for cell in cells if cell.arm == arm]) for arm in arms}
         _check_any_finished(cells, scores)
         going = {arm: promote(scores[arm], places) for arm in arms}
@@ -62,6 +63,20 @@ def run_tuning(plan: Plan, run: RunCells) -> Chosen | None:
             if not _is_going(cell, number, going):
                 _discard_weights(cell)
     return {arm: chosen_values(plan.trials, arm, choose(scores[arm])) for arm in arms}
+
+
+def _check_memory(cells: Sequence[Cell]) -> None:
+    """Check that no trial ran out of memory beside other cells, which is no property of its values either.
+
+    Raises:
+        UserError: one did; the same command tries it again before the next round.
+    """
+    crowded = [cell for cell in cells if not is_over(cell)]
+    if crowded:
+        raise UserError(
+            f"{len(crowded)} of {len(cells)} trials of this round of tuning ran out of memory, the first of them "
+            f"{crowded[0].label}: {failure_of(crowded[0].folder)}"
+        )
 
 
 def _check_any_finished(cells: Sequence[Cell], scores: Mapping[str, Mapping[int, float | None]]) -> None:
@@ -208,9 +223,14 @@ def _trial(number: int, cells: Sequence[Cell]) -> TrialResult:
         trial=number,
         values=cells[0].config.trial.values,
         scores=tuple(scores),
-        error=next((error for cell in cells if (error := failure_of(cell.folder)) is not None), None),
+        error=next((error for cell in cells if (error := _loss(cell)) is not None), None),
         costs=total_costs(_spent(folder) for folder in dict.fromkeys(cell.run_folder for cell in cells)),
     )
+
+
+def _loss(cell: Cell) -> str | None:
+    """Return the error of a trial that counts as a loss; None for one that is tried again."""
+    return failure_of(cell.folder) if is_over(cell) else None
 
 
 def _spent(run_folder: Path) -> Costs:

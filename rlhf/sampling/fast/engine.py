@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
@@ -250,6 +251,20 @@ def changing_rotations(switch: int) -> str:
     return f"rows may go beyond {switch:,} tokens, where the model's rotations change (longrope)"
 
 
+class KeptSteps:
+    """What recorded steps keep from rollout to rollout: one copy of a model's weights, for one sampler or several."""
+
+    def __init__(self) -> None:
+        """Keep nothing yet."""
+        self.decoder: FusedDecoder | None = None
+        self.steps: WeakKeyDictionary[FastSampler, RecordedSampler] = WeakKeyDictionary()
+
+    def free(self) -> None:
+        """Free the copy and the steps that read it, which have caches of their own."""
+        self.decoder = None
+        self.steps.clear()
+
+
 class FastSampler:
     """Samples the same completions as HFSampler, from the same random numbers (in float32).
 
@@ -269,6 +284,7 @@ class FastSampler:
         engine: Engine | None = None,
         lean: bool = True,
         static: bool | None = None,
+        kept: KeptSteps | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Create a sampler that reads the model's current weights at every call.
@@ -283,6 +299,7 @@ class FastSampler:
             engine: the engine that holds the model, if any: rows are distributed over its ranks.
             lean: whether FusedDecoder may be used; otherwise only the model's own modules are.
             static: whether steps can be recorded (see KVCache), as CUDA graphs on a GPU; None: on a GPU only.
+            kept: what recorded steps keep, if other samplers from the same model share it.
             warn: called with the reason when a slower way is used.
         """
         self.model = model
@@ -301,8 +318,7 @@ class FastSampler:
         self._warned_of_rotations = False
         # recorded, lean, model or generate, once chosen; the first two only for lengths that they support
         self.uses: str | None = None
-        self._recorded: RecordedSampler | None = None  # for as many rows, and as long prompts, as there were so far
-        self._kept_decoder: FusedDecoder | None = None
+        self.kept = kept or KeptSteps()  # its steps are for as many rows, and as long prompts, as there were so far
         self._lean_fits = lean and supports_fused_decoding(model)
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
@@ -319,7 +335,7 @@ class FastSampler:
 
     def release(self) -> None:
         """Free the copy of the weights and the cache that recorded steps keep; the next call makes them again."""
-        self._recorded = self._kept_decoder = None
+        self.kept.free()
 
     def _changes_rotations(self, prompts: Prompts) -> bool:
         """Return whether rotations of a longrope model may differ between rows or change on the way.
@@ -440,13 +456,14 @@ class FastSampler:
         size = min(self.config.batch_size, len(prompts))
         longest = -(-longest // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         decoder = self._refreshed_decoder(size, longest + length)
-        kept = self._recorded
+        kept = self.kept.steps.get(self)
         if kept is None or kept.slots.prompt < longest or kept.slots.size < size:
             if kept is not None:
                 longest, size = max(longest, kept.slots.prompt), max(size, kept.slots.size)
-            self._recorded = kept = None  # frees its memory before the next one takes more
+            self.kept.steps.pop(self, None)
+            kept = None  # frees its memory before the next one takes more
             slots = RowSlots(size, longest, length, dtype=decoder.dtype, device=self.device)
-            kept = self._recorded = RecordedSampler(
+            kept = self.kept.steps[self] = RecordedSampler(
                 decoder,
                 slots,
                 self._recorder,
@@ -458,11 +475,11 @@ class FastSampler:
 
     def _refreshed_decoder(self, rows: int, positions: int) -> FusedDecoder:
         """Return the decoder that all recorded steps share, with the current weights; made anew if it is too short."""
-        kept = self._kept_decoder
+        kept = self.kept.decoder
         if kept is None or kept.positions < positions or not kept.refresh(self.model):
             kept = None
             self.release()  # or there were two copies of the weights for a moment
-            kept = self._kept_decoder = self._fused_decoder(rows, positions)
+            kept = self.kept.decoder = self._fused_decoder(rows, positions)
         return kept
 
     def _positions(self, prompts: Prompts) -> int:
