@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlhf.algo.advantages import token_rewards, uniform_groups
+from rlhf.algo.correction import token_ratios, truncated
 from rlhf.algo.kl import Coefs, kl_estimate
-from rlhf.algo.policy_loss import truncated_importance
 from rlhf.algorithms.correction import Correction
 from rlhf.algorithms.online import Online
 from rlhf.batching import extend
@@ -29,7 +29,7 @@ def compute_advantages(
     """Compute the rewards, advantages and returns of a whole step, with statistics over all of its rows.
 
     Where `ratio_cap` is given, the completions come from an older policy, and the advantages are weighted by
-    policy_loss.truncated_importance with that cap; where `trace_cap` is given too, V-trace with these two caps corrects
+    their ratios to it, truncated at that cap; where `trace_cap` is given too, V-trace with these two caps corrects
     advantages and returns instead; where `correction` is given, advantages have its weights. Those of rows that were
     sampled with a hint are weighted as algorithm.rescue says.
     """
@@ -49,7 +49,8 @@ def compute_advantages(
     else:
         advantages, returns = algorithm.advantage.compute(rollout, rewards)
     if ratio_cap is not None and trace_cap is None:
-        advantages = advantages * truncated_importance(rollout.logprobs, rollout.sampler_logprobs, mask, cap=ratio_cap)
+        ratios = token_ratios(rollout.logprobs, rollout.sampler_logprobs, mask)
+        advantages = advantages * truncated(ratios, ratio_cap)
     if correction is not None:
         advantages = advantages * correction.weigh(rollout.logprobs, rollout.sampler_logprobs, mask)
     if rollout.hint_weights is not None:

@@ -44,22 +44,6 @@ def importance_ratio(
     return torch.where(mask, total, 0.0).clamp(max=LARGEST_LOG_RATIO).exp()
 
 
-def truncated_importance(
-    logprobs: Float[Tensor, "B T"],
-    sampler_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    cap: float,
-) -> Float[Tensor, "B T"]:
-    """Compute the truncated importance weight of every token, min(pi_old / pi_sampler, cap); 1 outside the mask.
-
-    It corrects for tokens drawn by an older policy (IMPALA, Espeholt et al. 2018, eq. 1; decoupled from the clipped
-    ratio to pi_old as in Hilton et al. 2022, sec. 2). Every surrogate here is linear in a positive factor of the
-    advantage, so weighting the advantages weights the gradient.
-    """
-    return (torch.where(mask, logprobs - sampler_logprobs, 0.0)).exp().clamp(max=cap)
-
-
 def kl_old_new(
     logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:

@@ -77,25 +77,6 @@ def failed_groups(scores: Float[Tensor, " B"], group_size: int, *, solved_above:
     return success_shares(scores, group_size, solved_above=solved_above) == 0
 
 
-def sequence_importance(
-    logprobs: Float[Tensor, "B T"],
-    sampler_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    cap: float,
-) -> Float[Tensor, "B T"]:
-    """Compute the truncated importance weight of every completion, at each of its live tokens; 1 outside the mask.
-
-        w(y) = min(pi_old(y | x) / pi_old(y | x, h), cap)
-
-    Without the cap it is exact: E_{y | x, h}[w f(y)] = E_{y | x}[f(y)] for any f. So the expected gradient is the one
-    that plain sampling has, and as small: w is about as small as a success without the hint is rare. Truncated
-    importance sampling is Ionides 2008. The ratio is computed in the widest type, from a sum over tokens.
-    """
-    total = widen(torch.where(mask, logprobs - sampler_logprobs, 0.0)).sum(dim=1, keepdim=True)
-    return torch.where(mask, _capped_ratio(total, cap).to(logprobs.dtype), 1.0)
-
-
 def rest_importance(
     logprobs: Float[Tensor, "B T"],
     sampler_logprobs: Float[Tensor, "B T"],
@@ -111,11 +92,8 @@ def rest_importance(
     """
     ratios = widen(torch.where(mask, logprobs - sampler_logprobs, 0.0))
     rest = ratios.flip(1).cumsum(1).flip(1)
-    return torch.where(mask, _capped_ratio(rest, cap).to(logprobs.dtype), 1.0)
-
-
-def _capped_ratio(log_ratio: Float[Tensor, "B T"], cap: float) -> Float[Tensor, "B T"]:
-    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp().clamp(max=cap)
+    weights = rest.clamp(max=LARGEST_LOG_RATIO).exp().clamp(max=cap)
+    return torch.where(mask, weights.to(logprobs.dtype), 1.0)
 
 
 def success_shares(scores: Float[Tensor, " B"], group_size: int, *, solved_above: float) -> Float[Tensor, " N"]:

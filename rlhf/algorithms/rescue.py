@@ -1,7 +1,7 @@
 """Rescue: prompts that a whole group fails at are sampled again with a hint, and replayed later.
 
 Nath et al. 2025 (Guide, arXiv:2506.13923) do this for groups that fail; Yan et al. 2025 (LUFFY, arXiv:2504.14945) mix
-completions of a teacher into groups. The equations of the weights are in rlhf.algo.selection.
+completions of a teacher into groups. The equations of the weights are in rlhf.algo.correction and rlhf.algo.selection.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class TokenWeights(HintWeights):
 
         Those before it stay the hinted ones, which is the bias of these weights.
         """
-        from rlhf.algo.policy_loss import truncated_importance
+        from rlhf.algo.correction import token_ratios, truncated
 
-        return truncated_importance(logprobs, sampler_logprobs, mask, cap=self.cap)
+        return truncated(token_ratios(logprobs, sampler_logprobs, mask), self.cap).masked_fill(~mask, 1.0)
 
 
 class SequenceWeights(HintWeights):
@@ -102,9 +102,9 @@ class SequenceWeights(HintWeights):
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
         """Compute weights that correct the choice of the whole completion, the same at each of its tokens."""
-        from rlhf.algo.selection import sequence_importance
+        from rlhf.algo.correction import sequence_ratios, truncated
 
-        return sequence_importance(logprobs, sampler_logprobs, mask, cap=self.cap)
+        return truncated(sequence_ratios(logprobs, sampler_logprobs, mask), self.cap).masked_fill(~mask, 1.0)
 
     def weigh_values(
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]

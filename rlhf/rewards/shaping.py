@@ -56,6 +56,8 @@ class ShapedReward:
 
         shaped = clip(score, -clip, clip) - missing_eos_penalty * [not finished] - overlong(length)
 
+    An episode whose environment failed pays no penalty for its missing EOS: its score stays the mean of its group.
+
     The parts are the source's, the unshaped score as "raw", each penalty that is switched on, and, if clip is set,
     "clipped": 1.0 for each score that the clip changed, else 0.0.
     """
@@ -89,7 +91,7 @@ class ShapedReward:
     def _penalties(self, completions: Completions, like: Float[Tensor, " B"]) -> dict[str, Float[Tensor, " B"]]:
         config, penalties = self.config, {}
         if config.missing_eos_penalty > 0:
-            missing = (~completions.finished).to(like)
+            missing = (~completions.finished & completions.action_mask.any(dim=1)).to(like)
             penalties["missing_eos_penalty"] = config.missing_eos_penalty * missing
         if config.overlong_buffer > 0:
             share = overlong_share(

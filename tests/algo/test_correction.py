@@ -94,8 +94,8 @@ def test_a_cap_trades_spread_for_bias() -> None:
 
 
 def test_weights_worked_by_hand() -> None:
-    logprobs = torch.tensor([[2.0, 3.0, 1.0]]).log()
-    sampler = torch.tensor([[1.0, 1.0, 4.0]]).log()
+    logprobs = torch.tensor([[2.0, 3.0, torch.nan]]).log()
+    sampler = torch.tensor([[1.0, 1.0, torch.nan]]).log()
     mask = torch.tensor([[True, True, False]])
     tokens, sequence = token_ratios(logprobs, sampler, mask), sequence_ratios(logprobs, sampler, mask)
     torch.testing.assert_close(tokens, torch.tensor([[2.0, 3.0, 1.0]]))

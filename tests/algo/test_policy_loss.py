@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf.algo.kl import Coefs
-from rlhf.algo.policy_loss import RatioLevel, importance_ratio, kl_old_new, token_weights, truncated_importance
+from rlhf.algo.policy_loss import RatioLevel, importance_ratio, kl_old_new, token_weights
 from rlhf.algorithms.cispo import CispoLoss
 from rlhf.algorithms.penalty import PenaltyLoss
 from rlhf.algorithms.policy_loss import Surrogate
@@ -263,14 +263,6 @@ def test_the_four_aggregations_agree_at_full_length(grid):
     close(values["sequence_mean"], values["token_mean"])
     close(values["constant"], values["token_mean"])
     close(values["sequence_sum"], tokens * values["token_mean"])
-
-
-def test_truncated_importance_by_hand() -> None:
-    logprobs = table([math.log(0.6), math.log(0.2), math.log(0.9), NAN])
-    drawn_by = table([math.log(0.4), math.log(0.4), math.log(0.1), NAN])
-    mask = torch.tensor([[True, True, True, False]])
-    weights = truncated_importance(logprobs, drawn_by, mask, cap=2.0)
-    close(weights, table([1.5, 0.5, 2.0, 1.0]))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])

@@ -11,7 +11,6 @@ from algo_cases import COEFS, rollout
 from rlhf.algo.selection import (
     effective_sample_share,
     failed_groups,
-    sequence_importance,
     shaped_importance,
     success_shares,
 )
@@ -48,12 +47,14 @@ def test_weights_by_hand() -> None:
     assert token.tolist() == [pytest.approx([0.2, 1.5]), pytest.approx([0.25, 1.0])]
     sequence = SequenceWeights().weigh(PLAIN, HINTED, LIVE)
     assert sequence.tolist() == [pytest.approx([0.4, 0.4]), pytest.approx([0.25, 1.0])]
-    assert sequence_importance(PLAIN, HINTED, LIVE, cap=0.3)[0].tolist() == pytest.approx([0.3, 0.3])
+    assert SequenceWeights(cap=0.3).weigh(PLAIN, HINTED, LIVE)[0].tolist() == pytest.approx([0.3, 0.3])
     shaped = ShapedWeights(gamma=0.2).weigh(PLAIN, HINTED, LIVE)
     assert shaped.tolist() == [pytest.approx([0.25, 0.2 * 2 / 2.2**2]), pytest.approx([0.2 * 0.25 / 0.45**2, 1.0])]
 
 
-@pytest.mark.parametrize("config", [TokenWeights(), SequenceWeights(), ShapedWeights()])
+@pytest.mark.parametrize(
+    "config", [TokenWeights(), SequenceWeights(), ShapedWeights(), TokenWeights(cap=0.5), SequenceWeights(cap=0.5)]
+)
 def test_only_the_tokens_in_the_mask_are_weighted(config: HintWeights) -> None:
     weights = config.weigh(PLAIN, HINTED, LIVE & torch.tensor([[False], [True]]))
     assert weights[0].tolist() == [1.0, 1.0]
@@ -69,7 +70,7 @@ def test_sequence_weights_turn_an_expectation_with_the_hint_into_the_one_without
     plain = torch.stack([plain_first.repeat_interleave(3), plain_second.flatten()], dim=1)  # [9, 2]
     hinted = torch.stack([hint_first.repeat_interleave(3), hint_second.flatten()], dim=1)
     mask = torch.ones(9, 2, dtype=torch.bool)
-    weights = sequence_importance(plain, hinted, mask, cap=float("inf"))[:, 0]
+    weights = SequenceWeights(cap=1e9).weigh(plain, hinted, mask)[:, 0]
     with_hint, without = hinted.sum(1).exp(), plain.sum(1).exp()
     assert float((with_hint * weights * value).sum()) == pytest.approx(float((without * value).sum()), abs=1e-12)
     token = TokenWeights(cap=1e9).weigh(plain, hinted, mask)
@@ -91,12 +92,12 @@ def test_a_completion_of_many_unlikely_tokens_overflows_nothing() -> None:
     plain, hinted = torch.full((2, 400), -9.0), torch.full((2, 400), -0.1)
     mask = torch.ones(2, 400, dtype=torch.bool)
     for weights in (
-        sequence_importance(plain, hinted, mask, cap=2.0),
-        sequence_importance(hinted, plain, mask, cap=2.0),
+        SequenceWeights(cap=2.0).weigh(plain, hinted, mask),
+        SequenceWeights(cap=2.0).weigh(hinted, plain, mask),
         shaped_importance(hinted, plain.to(torch.float32) * 20, mask, gamma=0.1),
     ):
         assert weights.isfinite().all()
-    assert float(sequence_importance(hinted, plain, mask, cap=2.0).max()) == 2.0
+    assert float(SequenceWeights(cap=2.0).weigh(hinted, plain, mask).max()) == 2.0
 
 
 def test_the_effective_sample_size_by_hand() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import completions_of
 
 from rlhf.errors import RewardError
+from rlhf.rewards.environment import episode_returns
 from rlhf.rewards.shaping import ShapedReward, ShapingConfig, overlong_share
 from rlhf.types import Completions, Scores
 
@@ -46,6 +47,14 @@ def test_a_missing_eos_costs_its_penalty_even_at_the_clip() -> None:
     scores = shaped(config, [1.0, 1.0, 5.0, -5.0], [3, 3, 3, 3], [True, False, False, False])
     assert scores.values.tolist() == [1.0, -0.5, 0.5, -3.5]
     assert scores.parts["missing_eos_penalty"].tolist() == [0.0, 1.5, 1.5, 1.5]
+
+
+def test_an_episode_whose_environment_failed_stays_at_the_mean_of_its_group() -> None:
+    rows = batch([3, 3, 3, 3], [True, False, False, True])
+    actions = rows.completion_mask & torch.tensor([True, True, False, True])[:, None]  # the third one failed
+    rows = replace(rows, episode_actions=actions, episode_rewards=actions * torch.tensor([[3.0], [0.0], [7.0], [0.0]]))
+    reward = ShapedReward(episode_returns, ShapingConfig(missing_eos_penalty=4.0), max_new_tokens=10)
+    assert reward(replace(rows, group_size=4)).values.tolist() == [9.0, -4.0, 3.0, 0.0]
 
 
 def test_the_overlong_penalty_by_hand() -> None:
