@@ -31,7 +31,7 @@ PAIRS = "pairs"
 def judge_pairs(plan: Plan) -> None:
     """Judge every finished cell against every opponent of its seed, and write evals/pairs.json of the cell.
 
-    A cell whose file has the same settings and opponents is left as it is.
+    A cell whose file has the same settings, opponents and completions is left as it is.
 
     Raises:
         UserError: the judge cannot be built, or it fails.
@@ -49,7 +49,7 @@ def judge_pairs(plan: Plan) -> None:
         if mine is None:
             continue
         opponents = {name: other for name in known if (other := finished[name, cell.seed]).prompts == mine.prompts}
-        if not opponents or _is_done(cell.folder, config, opponents):
+        if not opponents or _is_done(cell.folder, config, mine, opponents):
             continue
         judge = judge or build_judge(config, cell)
         result = compare(mine, opponents, config, judge, seed=cell.seed)
@@ -77,13 +77,23 @@ def _file(folder: Path) -> Path:
     return folder / FOLDER / f"{PAIRS}.json"
 
 
-def _is_done(folder: Path, config: PairsConfig, opponents: Mapping[str, Judgment]) -> bool:
-    """Check whether a cell was judged with these settings against these opponents."""
+def _is_done(folder: Path, config: PairsConfig, mine: Judgment, opponents: Mapping[str, Judgment]) -> bool:
+    """Check whether a cell was judged with these settings, and on these completions of it and of the opponents."""
     path = _file(folder)
     if not path.is_file():
         return False
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return bool(content["config"] == to_json(dump(config)) and content["against"] == list(opponents))
+    judged = [(row["against"], row["completion"], row["other"]) for row in content["examples"]]
+    texts = {name: _completions(other, config) for name, other in opponents.items()}
+    pairs = [
+        (name, *pair) for name, others in texts.items() for pair in zip(_completions(mine, config), others, strict=True)
+    ]
+    return bool(content["config"] == to_json(dump(config)) and judged == pairs)
+
+
+def _completions(judgment: Judgment, config: PairsConfig) -> list[str]:
+    """Return the completions that are shown to the judge."""
+    return [str(row["completion"]) for row in judgment.rows[: config.limit]]
 
 
 def compare(
@@ -100,10 +110,9 @@ def compare(
     disagreements: list[Estimate] = []
     left_out: list[NotMeasured] = []
     notes: list[str] = []
-    rows = mine.rows[: config.limit]
-    prompts, texts = ([str(row[name]) for row in rows] for name in ("prompt", "completion"))
+    prompts, texts = mine.prompts[: config.limit], _completions(mine, config)
     for name, opponent in opponents.items():
-        others = [str(row["completion"]) for row in opponent.rows[: config.limit]]
+        others = _completions(opponent, config)
         verdicts = judge(prompts, texts, others)
         meaning = f"pairs won against {name}; a tie counts half"
         wins: list[float] = verdicts.wins.tolist()
@@ -128,7 +137,7 @@ def compare(
                 }
             )
     return SuiteResult(
-        tuple(figures + disagreements), len(rows), {}, tuple(left_out), tuple(notes), examples=tuple(examples)
+        tuple(figures + disagreements), len(texts), {}, tuple(left_out), tuple(notes), examples=tuple(examples)
     )
 
 

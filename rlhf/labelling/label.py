@@ -20,8 +20,9 @@ from rlhf.config.data import Count, DatasetConfig
 from rlhf.errors import DataError
 from rlhf.labelling.data import FEWEST, Group, read_groups, read_human_pairs
 from rlhf.labelling.judges import Judge, Verdict
-from rlhf.rewards.source import sources_in
-from rlhf.section import Needed, NonNegative, OneOf, Section
+from rlhf.rewards.chat import ChatConfig
+from rlhf.rewards.source import Source
+from rlhf.section import Needed, NonNegative, OneOf, Section, walk
 from rlhf.user_code import source_of
 
 HOW_ASKED = ("timeout_s", "retries", "concurrency", "cache_dir")
@@ -136,7 +137,7 @@ class Labels:
         """Read the verdicts of an earlier call; a line that was cut off is dropped.
 
         Raises:
-            DataError: another judge gave them, or this judge gave them with other code or other weights.
+            DataError: another judge gave them, or this judge with other code, other weights or another template.
         """
         self.path = path
         self.judge = _identity(config.judge.model_dump(mode="json"))
@@ -160,8 +161,8 @@ class Labels:
             )
         if row.get("made_of", self.made_of) != self.made_of:
             raise DataError(
-                f"{self.path} has labels that this judge gave with other code or other weights: name another out, or "
-                "ask again (--again; in Python resume=False)"
+                f"{self.path} has labels that this judge gave with other code or other weights, or with another "
+                "template: name another out, or ask again (--again; in Python resume=False)"
             )
         fields = {**row["verdict"], "scores": tuple(row["verdict"]["scores"])}
         fields["wins"] = tuple(map(tuple, row["verdict"]["wins"]))
@@ -203,15 +204,17 @@ def _identity(judge: Mapping[str, Any]) -> str:
 
 
 def _made_of(judge: Judge) -> str:
-    """Return a digest of the code and the weights that the judge's answers depend on; empty if there are none."""
+    """Return a digest of the code, the weights and the template that the judge's answers depend on."""
     from rlhf.models.folders import digest_of_model
     from rlhf.tracking.fingerprint import combine, content_digest
 
     digests: list[str] = []
-    for _, source in sources_in(judge):
-        digests += [content_digest(file) for file in source.code_files().values()]
-        digests += [digest_of_model(path) or "" for path in source.model_paths().values()]
-        digests += [hashlib.sha256(source_of(str(getattr(source, "target", ""))).encode()).hexdigest()]
+    for _, section in walk(judge):
+        if isinstance(section, ChatConfig | Source):
+            digests += [content_digest(file) for file in section.code_files().values()]
+        if isinstance(section, Source):
+            digests += [digest_of_model(path) or "" for path in section.model_paths().values()]
+            digests += [hashlib.sha256(source_of(str(getattr(section, "target", ""))).encode()).hexdigest()]
     return combine(digests)
 
 

@@ -345,16 +345,21 @@ def panels(group: str, table: Mapping[str, MetricInfo]) -> list[tuple[str, list[
 def overlay_groups(records: Mapping[str, Record], table: Mapping[str, MetricInfo]) -> list[ChartGroup]:
     """Build one chart for each metric of several runs, with a curve for each run, in the groups of a run's page."""
     groups: list[ChartGroup] = []
-    names = list(dict.fromkeys(name for record in records.values() for name in record.series))
-    zero = {name for name in names if all(name in stayed_zero(r) for r in records.values() if r.points(name))}
-    rest = [name for name in names if name not in zero and not name.endswith("_se")]
+    names = dict.fromkeys(name for record in records.values() for name in _worth_drawing(record))
+    rest = [name for name in names if not name.endswith("_se")]
     for key, title, _ in GROUPS:
         shown = [name for _, metrics in panels(key, table) for name in metrics if name in rest]
         charts = [_overlay_chart(records, name, table) for name in shown]
         rest = [name for name in rest if name not in shown]
         groups += [ChartGroup(key, title, "", charts)] if charts else []
-    others = [_overlay_chart(records, name, table) for name in rest if any(r.points(name) for r in records.values())]
+    others = [_overlay_chart(records, name, table) for name in rest]
     return [*groups, ChartGroup("other", "Other", "", others)] if others else groups
+
+
+def _worth_drawing(record: Record) -> list[str]:
+    """List the metrics that were measured and did not stay 0."""
+    zero = set(stayed_zero(record))
+    return [name for name in record.series if name not in zero and record.points(name)]
 
 
 def _overlay_chart(records: Mapping[str, Record], name: str, table: Mapping[str, MetricInfo]) -> Chart:

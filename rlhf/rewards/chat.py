@@ -45,6 +45,11 @@ class ChatConfig(Section):
     cache_dir: str | None = None
     """Folder of cached answers, so that no question is asked twice; null: $XDG_CACHE_HOME/rlhf or ~/.cache/rlhf."""
 
+    def code_files(self) -> Mapping[str, Path]:
+        """Return the file of the question by its field, on which answers depend as on code; nothing without a file."""
+        file = Path(self.template or "").expanduser()
+        return {"template": file} if file.is_file() else {}
+
 
 class ChatModel:
     """Asks a chat model at temperature 0, several questions at a time, each only once, also across runs."""

@@ -347,6 +347,21 @@ def test_labels_that_the_judge_gave_when_it_was_another_are_not_taken(folder: Pa
     assert label(settings, resume=False).written
 
 
+def test_labels_to_another_question_are_not_taken(folder: Path) -> None:
+    template = folder / "question.txt"
+    template.write_text("{prompt}<answer A>{a}</answer A><answer B>{b}</answer B>")
+    with serving(by_words) as server:
+        chat = {**served(server.url, folder).judge.model_dump()["chat"], "template": str(template)}
+        config = served(server.url, folder, judge={"type": "pairs", "chat": chat})
+        label(config)
+        label(config)
+        template.write_text("Which is kinder? " + template.read_text())
+        with pytest.raises(DataError, match="with another template"):
+            label(config)
+        label(config, resume=False)
+        assert len(server.requests) == 16
+
+
 def test_a_function_of_another_process_is_another_judge(tmp_path: Path) -> None:
     """Both are called python:lambda."""
     rows = [{"prompt": "red", "completions": ["good", "bad bad"]}]

@@ -23,6 +23,7 @@ from rlhf.report.charts import (
     card_tables,
     chart_groups,
     decimate,
+    overlay_groups,
     panels,
     running_mean,
     timing_chart,
@@ -38,7 +39,7 @@ from rlhf.report.page import (
     write_report,
 )
 from rlhf.report.record import MetricSeries, Record, collect, match
-from rlhf.tracking.metrics import METRICS
+from rlhf.tracking.metrics import METRICS, table_of
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import JsonlLogger
 
@@ -652,3 +653,15 @@ def test_a_watched_page_reloads_itself_and_the_final_one_does_not(tmp_path: Path
     folder = run_folder(tmp_path, [{"step": 1, "score/mean": 1.0}])
     assert '<meta http-equiv="refresh" content="10">' in write_report(folder, refresh_s=10).read_text()
     assert "refresh" not in write_report(folder).read_text().split("<script>")[0]
+
+
+def test_an_overlay_of_many_runs_reads_each_series_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = [f"own/{i}" for i in range(30)]
+    rows = [{"step": step, **{name: float(i % 2 * step) for i, name in enumerate(metrics)}} for step in (1, 2)]
+    records = {f"run {i}": record(rows) for i in range(4)}
+    reads: list[str] = []
+    finite = MetricSeries.finite
+    monkeypatch.setattr(MetricSeries, "finite", lambda series: reads.append(series.name) or finite(series))
+    groups = overlay_groups(records, table_of(metrics))
+    assert [chart.title for group in groups for chart in group.charts] == metrics[1::2]
+    assert len(reads) <= 8 * len(metrics) * len(records)
