@@ -61,8 +61,6 @@ def run_push(
         path: the run folder, or that of the best checkpoint in it.
         repo_id: owner/name.
         private: whether the repository has to be private; if it does not exist, a private one is created.
-        dry_run: whether to upload nothing.
-        console: where the card and the address are printed.
         quotes: whether the card keeps the texts that notes of the run quote.
         endpoint: the address of the hub; None for HF_ENDPOINT, or huggingface.co.
 

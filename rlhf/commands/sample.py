@@ -103,7 +103,6 @@ def run_chat(
 
     Args:
         path: a run folder, a model folder or a hub id.
-        options: how the model answers.
         sampling: the longest answer (see checks.check_chat).
         read: where messages come from; standard input if None.
         out: where answers go; standard output if None.

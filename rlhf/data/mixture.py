@@ -337,7 +337,6 @@ class MixedStream(Generic[T, S]):
         Args:
             sources: the sources by name, in the order of the schedule's weights.
             schedule: which source each row comes from.
-            rows_per_step: rows of a batch.
             collect: makes a data set of some rows, given the name of the source of each.
             stops: there is no batch that needs a second epoch of a source; `has_batch` says so.
         """

@@ -153,7 +153,6 @@ class RunContext:
         """Open the files of the run, rewound to the checkpoint if it resumes, and return its session.
 
         Args:
-            total_steps: the length of the run in steps.
             save: writes a checkpoint into a folder.
             evaluate: computes the evaluation metrics at a step.
             show: the metrics of the progress display.
@@ -390,8 +389,6 @@ def keep_best(
     """Let the session keep the best checkpoint, if the run asks for it.
 
     Args:
-        context: the run's context.
-        session: the session of the run.
         rows: the latest evaluation, row by row.
         write: writes the model as it is evaluated into a folder.
     """

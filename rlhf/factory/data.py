@@ -146,11 +146,8 @@ def open_mixture(
     """Open the sources of a section, and read those that are not streamed.
 
     Args:
-        config: the section.
-        pipeline: how rows are encoded.
         seed: of the order of the rows.
         name: the name of the only source, if the section has a path.
-        rows_per_step: rows of a batch.
         collect: makes a data set of a batch's rows, given the name of the source of each; None: the pipeline's.
         note: receives the summary of each source that is read at once.
 

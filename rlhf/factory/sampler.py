@@ -201,7 +201,6 @@ class Completer:
 
         Args:
             path: a run folder, a model folder or a hub id.
-            sampling: the sampling settings.
             device: where the model runs; None selects the GPU if there is one.
             chat: the chat format of the prompts; the default uses no chat template.
         """

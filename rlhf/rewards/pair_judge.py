@@ -132,8 +132,6 @@ class PairJudge:
         """Initialize the judge with the template of `config`.
 
         Args:
-            config: the judge's configuration.
-            model: the language model that answers.
             section: the configuration section to name in errors.
 
         Raises:

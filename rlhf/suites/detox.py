@@ -105,8 +105,6 @@ def judge(
     """Score rewrites of sentences.
 
     Args:
-        sentences: the toxic sentences.
-        rewrites: one rewrite each.
         surprise: the perplexity of each rewrite; None: not measured.
         most: the highest perplexity of a fluent rewrite; None: any.
     """

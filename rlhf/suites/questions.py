@@ -51,7 +51,6 @@ def read_items(
     """Read the usable rows of a data set, at most `config.limit`, and count the skipped ones.
 
     Args:
-        config: the data set.
         read: parses the columns of a row; raises BadRow for an unusable one.
         columns: columns that at least one row must have.
         what: what the rows are called in messages.
@@ -127,7 +126,6 @@ def too_long(subject: Subject, tokens: int, room: int, *, of: str) -> BadRow | N
     """Return the reason to leave out a prompt that exceeds the model's context; None if it fits.
 
     Args:
-        subject: the model.
         tokens: the length of the prompt.
         room: how many tokens must fit after it.
         of: what those tokens are, for the message.

@@ -165,12 +165,8 @@ def load_subject(
     Args:
         folder: the folder of the weights, or a hub id.
         path: the name that the user gave it, for messages.
-        sampling: the sampling settings.
         chat_template: as `data.chat_template`.
         dtype: the precision of the arithmetic.
-        device: where it runs.
-        rows_per_pass: rows of a forward pass; affects memory only.
-        trust_remote_code: run code that comes with a hub model.
         encoder: the encoder of the model to compare with, whose token ids it must share; None: the model's own.
 
     Raises:

@@ -247,7 +247,6 @@ def another_run(config: TrainConfig | RewardModelConfig, what: str, *, always: b
     """Build the error for a folder that holds another run than the one that `config` describes.
 
     Args:
-        config: the run that was asked for.
         what: what differs.
         always: whether checkpoint.resume=always would continue it.
     """

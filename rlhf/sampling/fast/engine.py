@@ -274,8 +274,6 @@ class FastSampler:
         """Create a sampler that reads the model's current weights at every call.
 
         Args:
-            model: the model to sample from.
-            config: temperature, batch size, length.
             eos_ids: tokens that end a completion.
             pad_id: the token that fills rows after their end.
             dtype: of the arithmetic, as policy.dtype.
