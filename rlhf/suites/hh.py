@@ -77,13 +77,13 @@ class HhSuite(Suite):
             DataError: there is no usable pair.
             RewardError: the source cannot score.
         """
-        from rlhf.data.pairs import load_pairs
+        from rlhf.data.pairs import pair_pipeline
 
         source = None if self.source is None else context.build_source(self.source)
         reference = None if self.reference is None else context.load(self.reference)
-        pairs = load_pairs(
+        pairs = pair_pipeline(
             self.dataset, subject.encoder.tokenizer, chat_template=self.chat_format, context=subject.context
-        )
+        ).load()
         skipped, notes = skipped_and_notes(pairs.skips)
         figures = self._logprob_figures(pairs, subject, reference)
         left_out = [] if reference else [NotMeasured("DPO's implicit reward: accuracy, margin", NO_REFERENCE)]
@@ -204,7 +204,6 @@ def _score_figures(answers: _ScoredAnswers, seed: int) -> list[Estimate]:
 
 
 def _scores(source: RewardSource, completions: Completions) -> list[float]:
-    """Return the scores of completions as a list of floats."""
     values: list[float] = source(completions).values.double().tolist()
     return values
 
@@ -215,7 +214,6 @@ def _has_room(prompt: Sequence[int], subject: Subject) -> bool:
 
 
 def _max_new_tokens(subject: Subject) -> int:
-    """Return the maximum length of an answer."""
     return subject.sampling.max_new_tokens
 
 
@@ -233,7 +231,6 @@ def _length_notes(too_long: int, shortened: int, new_tokens: int) -> tuple[str, 
 
 
 def _examples(answers: _ScoredAnswers, subject: Subject) -> tuple[dict[str, object], ...]:
-    """Build the records of the first answers for the examples of the result."""
     first = answers.completions.rows(slice(0, EXAMPLES))
     return tuple(
         {"prompt": reference["prompt"], "completion": text, "score": score, "score_chosen": chosen}
