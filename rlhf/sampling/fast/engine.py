@@ -34,7 +34,7 @@ from rlhf.sampling.fast.decoder import (
 from rlhf.sampling.fast.kv_cache import KVCache, UnsupportedModel
 from rlhf.sampling.fast.prefix_cache import PrefixCache
 from rlhf.sampling.fast.recorded import COLUMN_MULTIPLE, RecordedGeneration, RecordedSampler, RowSlots, TrialCache
-from rlhf.sampling.generate import HFSampler, repeat_rows, rotation_kinds
+from rlhf.sampling.generate import HFSampler, completion_lengths, repeat_rows, rotation_kinds
 from rlhf.sampling.support import limits_of
 from rlhf.types import Completions, Prompts
 
@@ -226,15 +226,6 @@ class GenerationBatch:
         ids = self.ids[:, : self.length].cpu()
         supports = None if self.supports is None else self.supports[:, : self.length].cpu()
         return _Generated(ids, self.logprobs[:, : self.length].cpu(), *completion_lengths(ids, ends.cpu()), supports)
-
-
-def completion_lengths(
-    ids: Int[Tensor, "B T"], ends: Int[Tensor, " E"]
-) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:
-    """Count each row's tokens up to and including the first that ends it, and flag the rows that have one."""
-    ended = torch.isin(ids, ends)
-    finished = ended.any(dim=1)
-    return torch.where(finished, ended.int().argmax(dim=1) + 1, ids.shape[1]), finished
 
 
 def unique_prompts(prompts: Prompts) -> tuple[Int[Tensor, " L"], Int[Tensor, " B"]]:
