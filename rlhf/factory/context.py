@@ -214,7 +214,6 @@ class RunContext:
         self.log = recorder.note
 
     def _open_health(self, recorder: Recorder) -> HealthMonitor:
-        """Open the alarms of the run, which have seen its metrics so far."""
         repeats, leaves_out = self.repeats_prompts, self.leaves_out_template
         facts = run_facts(self.config, repeats_prompts=repeats, leaves_out_template=leaves_out)
         health = HealthMonitor(self.config.guard, facts, self.state, recorder)

@@ -242,7 +242,6 @@ def _load_models(
 
 
 def _build_cost(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> RewardSource | None:
-    """Build the source of costs, if the configuration has one."""
     if config.reward is None or config.reward.cost is None:
         return None
     return build_source(config.reward.cost.source, tokenizer, engine, leaves_out=True)

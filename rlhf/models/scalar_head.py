@@ -251,7 +251,6 @@ def cannot_load(path: str, config: HfConfig, error: Exception) -> ModelError:
 
 
 def _on_backbone_of(causal: PreTrainedModel, path: str) -> PreTrainedModel:
-    """Build a classifier on the weights of a causal LM."""
     config = copy.deepcopy(causal.config)
     config.num_labels = 1
     try:
