@@ -30,7 +30,7 @@ from rlhf.config.data import PromptsConfig
 from rlhf.config.files import merge
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
-from rlhf.data.prompts import load_prompts
+from rlhf.data.prompts import prompt_pipeline
 from rlhf.environments.section import EnvironmentConfig
 from rlhf.factory.sampler import Completer
 from rlhf.lab.model import untrained_model
@@ -155,13 +155,13 @@ def success(task: Task, model: Path, seed: int) -> float:
         path = Path(folder) / "rows.jsonl"
         rows = task.rows(HELD_OUT_EPISODES, held_out=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        prompts = load_prompts(
+        prompts = prompt_pipeline(
             PromptsConfig.model_validate({"path": str(path)}),
             completer.tokenizer,
             chat_template=chat,
             context=context_length(completer.model),
             max_new_tokens=task.tokens,
-        )
+        ).load()
     environment = EnvironmentConfig(target=task.target, kwargs=dict(task.kwargs), max_turns=task.turns)
     played = completer.player(environment).sample(prompts.all(), key=derive_seed(seed, "held out"), group_size=1)
     return round(float((played.turn_rewards.sum(dim=1) > 0.99).double().mean()), 4)

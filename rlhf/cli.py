@@ -161,7 +161,6 @@ def _refuse(parser: argparse.ArgumentParser, verb: str, words: Sequence[str]) ->
 
 
 def _verbs(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """Return the parsers of the verbs by name."""
     actions = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     choices: Mapping[str, argparse.ArgumentParser] = next(actions).choices
     return choices
@@ -210,7 +209,6 @@ def _report_error(error: UserError, rank: int) -> None:
 
 
 def _shut_down_distributed() -> None:
-    """Shut down torch.distributed if it was initialized."""
     distributed = sys.modules.get("rlhf.runtime.distributed")
     if distributed is not None:
         distributed.shutdown()
@@ -270,13 +268,11 @@ def _add_overrides(
 
 
 def _add_config(config: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf config`."""
     _add_overrides(config)
     config.add_argument("--explain", metavar="KEY", help="say what a key or a section means instead")
 
 
 def _add_eval(evaluation: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf eval`."""
     _add_overrides(evaluation)
     evaluation.add_argument(
         "--against",
@@ -294,7 +290,6 @@ def _add_eval(evaluation: argparse.ArgumentParser) -> None:
 
 
 def _add_report(report: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf report`."""
     report.add_argument(
         "others", nargs="*", metavar="folder", help="further runs, whose curves are laid over the first's"
     )
@@ -303,7 +298,6 @@ def _add_report(report: argparse.ArgumentParser) -> None:
 
 
 def _add_push(push: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf push`."""
     push.add_argument("repo_id", metavar="owner/name", help="the repository on the hub; made if it does not exist")
     push.add_argument(
         "--private", action="store_true", help="upload to a private repository only: it is made so, or has to be so"
@@ -313,7 +307,6 @@ def _add_push(push: argparse.ArgumentParser) -> None:
 
 
 def _add_export(export: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf export`."""
     export.add_argument("--gguf", metavar="file", type=Path, required=True, help="the file to write, OUT.gguf")
     export.add_argument(
         "--dtype", choices=("f32", "f16", "bf16"), default="f16", help="of the weight matrices (default: f16)"
@@ -321,7 +314,6 @@ def _add_export(export: argparse.ArgumentParser) -> None:
 
 
 def _add_chat(chat: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf chat`."""
     chat.add_argument("--system", help="the system prompt")
     published = "as in the model's generation_config.json, or else --greedy"
     chat.add_argument("--temperature", type=float, help=f"divides the logits (default: {published})")
@@ -343,7 +335,6 @@ def _add_chat(chat: argparse.ArgumentParser) -> None:
 
 
 def _add_sample(sample: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf sample`."""
     sample.add_argument("--prompt", action="append", required=True, help="may be given several times")
     sample.add_argument("--count", type=int, default=1, help="completions per prompt (default: 1)")
     sample.add_argument("--seed", type=int, default=0, help="draw other completions (default: 0)")
@@ -356,21 +347,18 @@ def _add_sample(sample: argparse.ArgumentParser) -> None:
 
 
 def _add_teach(teach: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf teach`."""
     _add_overrides(teach)
     teach.add_argument("--out", type=Path, required=True, metavar="file", help="the file to write, OUT.safetensors")
     teach.add_argument("--top-k", type=int, default=64, help="likeliest tokens to keep at each token (default: 64)")
 
 
 def _add_serve_reward(serve: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf serve-reward`."""
     _add_address(serve, port=8000, clients="clients")
     serve.add_argument("--max-request-bytes", type=int, default=16 * 2**20, help="refuse larger requests")
     serve.add_argument("--max-batch", type=int, default=64, help="completions to score in one batch (default: 64)")
 
 
 def _add_serve_policy(policy: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf serve-policy`."""
     _add_address(policy, port=8001, clients="the trainer")
     policy.add_argument(
         "--dtype",
@@ -394,7 +382,6 @@ def _add_serve_policy(policy: argparse.ArgumentParser) -> None:
 
 
 def _add_quickstart(quickstart: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf quickstart`."""
     _add_overrides(quickstart)
     quickstart.add_argument("--seed", type=int, default=0, help="seed of every stage (default: 0)")
     quickstart.add_argument("--out", default="runs/quickstart", help="folder for the runs (default: runs/quickstart)")
@@ -414,7 +401,6 @@ def _add_address(server: argparse.ArgumentParser, *, port: int, clients: str) ->
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf plan`."""
     _add_overrides(plan)
     plan.add_argument(
         "--memory", metavar="SIZE", help="memory of one GPU, or of the machine with --device cpu: 24GB, 80GiB"
@@ -432,7 +418,6 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 
 
 def _add_reward_check(check: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf reward-check`."""
     _add_overrides(check, "settings of the source, e.g. answer=solution; of a configuration, settings of the run")
     columns = "prompts, with the columns that the reward reads"
     check.add_argument("--dataset", metavar="path", required=True, help=columns)
@@ -442,7 +427,6 @@ def _add_reward_check(check: argparse.ArgumentParser) -> None:
 
 
 def _add_label(label: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf label`."""
     _add_overrides(label)
     label.add_argument(
         "--judge",
@@ -455,7 +439,6 @@ def _add_label(label: argparse.ArgumentParser) -> None:
 
 
 def _add_launch(launch: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rlhf launch`."""
     _add_overrides(launch)
     launchers = launch.add_mutually_exclusive_group(required=True)
     for name, text in (

@@ -63,7 +63,6 @@ def load_function(target: str, *, what: str = "reward", error: type[UserError] =
     Args:
         target: the import path, or a result of `target_of` in the same process.
         what: what the function is for, in messages.
-        error: the class of the errors.
 
     Raises:
         UserError: there is no such module, file or function, or its import fails; of the class `error`.
@@ -141,7 +140,6 @@ def load_module(location: str, *, what: str, error: type[UserError]) -> ModuleTy
     Args:
         location: package.module, or path/to/file.py.
         what: what the module is for, in messages.
-        error: the class of the errors.
 
     Raises:
         UserError: there is no such module or file, or its import fails; of the class `error`.
@@ -191,7 +189,6 @@ def checked_per_token(function: Callable[..., Any], what: str, *, finite: bool =
     """Wrap a loss or an advantage of the user: its result has to be a tensor of the shape of its argument `mask`.
 
     Args:
-        function: the function, which takes keywords.
         what: what it is, in messages.
         finite: NaN and infinity at a live token are an error too.
 

@@ -123,7 +123,6 @@ def generate_instructions(count: int, *, seed: int, start: int = 0) -> Iterator[
     Row i depends on the seed and i alone.
 
     Args:
-        count: the number of rows.
         seed: the seed of all random draws; another seed gives other rows.
         start: the number of the first row.
     """

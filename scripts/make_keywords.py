@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ TARGET = Path(__file__).resolve().parents[1] / "rlhf" / "api" / "keywords.py"
 HEAD = '''\
 """The types of the keyword arguments that are settings, by which an editor completes keys.
 
-Made by scripts/make_keywords.py from the configuration, whose pages in docs/configuration describe the keys.
+Made by scripts/make_keywords.py from the configuration, whose pages in docs/configuration describe the keys. Each
+class has the keys of a section, or the settings of a call; all of them are optional.
 """
 
 from __future__ import annotations
@@ -50,7 +51,17 @@ def keywords() -> str:
         _typed_dict(name, {key: kind for key, kind in fields.items() if key not in shared}, base="SharedKeywords")
         for name, fields in calls.items()
     ]
-    return "\n\n".join([HEAD, *sections.values(), _typed_dict("SharedKeywords", shared), *texts])
+    texts = [_typed_dict("SharedKeywords", shared), *texts]
+    return "\n\n".join([HEAD, *_reachable(sections, texts), *texts])
+
+
+def _reachable(sections: Mapping[str, str], texts: Sequence[str]) -> list[str]:
+    """Return the classes of sections that the texts name, or that these classes name in turn."""
+    named: set[str] = set()
+    while more := {name for name in sections if any(f": {name}\n" in text for text in texts)} - named:
+        named |= more
+        texts = [*texts, *(sections[name] for name in more)]
+    return [text for name, text in sections.items() if name in named]
 
 
 def _keywords(call: Any, configs: tuple[type[BaseModel], ...], sections: dict[str, str]) -> dict[str, str]:
@@ -115,10 +126,8 @@ def _shorthand(key: str, configs: tuple[type[BaseModel], ...]) -> str | None:
 
 
 def _typed_dict(name: str, fields: Mapping[str, str], *, base: str = "TypedDict") -> str:
-    what = "Settings of a call, all optional." if name.endswith("Keywords") else "Keys of a section, all optional."
-    lines = [f"class {name}({base}, total=False):", f'    """{what}"""', ""]
-    lines += [f"    {key}: {kind.replace('NoneType', 'None')}" for key, kind in fields.items()]
-    return "\n".join(lines) + "\n"
+    keys = [f"    {key}: {kind.replace('NoneType', 'None')}" for key, kind in fields.items()]
+    return "\n".join([f"class {name}({base}, total=False):", *keys]) + "\n"
 
 
 if __name__ == "__main__":

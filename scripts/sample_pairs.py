@@ -23,7 +23,7 @@ import torch
 
 from rlhf.config.load import load_train
 from rlhf.config.sections import OnlineConfig, TrainConfig
-from rlhf.data.prompts import MESSAGES, load_prompts
+from rlhf.data.prompts import MESSAGES, prompt_pipeline
 from rlhf.errors import ConfigError, UserError
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import Completer
@@ -44,13 +44,13 @@ def pairs(
         raise ConfigError("pairs need data.prompts and reward.source: name an online configuration, such as PPO's")
     writer = Completer(config.policy.model, config.sampling, chat=config.data.chat_format)
     source = build_source(config.reward.source, writer.tokenizer, Engine(torch.device("cpu")))
-    prompts = load_prompts(
+    prompts = prompt_pipeline(
         config.data.prompts,
         writer.tokenizer,
         chat_template=config.data.chat_format,
         context=context_length(writer.model),
         max_new_tokens=config.sampling.max_new_tokens,
-    )
+    ).load()
     sys.stderr.write(f"{prompts.skips.summary()}\n")
     selected = prompts.all() if limit is None else prompts.collate(range(min(limit, len(prompts))))
     key = derive_seed(config.run.seed, "sampled pairs")

@@ -148,8 +148,6 @@ def suite_settings(
     Args:
         name: a suite, or lm-eval:TASK.
         target: a run, a model folder or a hub id.
-        data: the suite's data.
-        limit: the number of rows to use, None for all.
         against: the model to compare with; `start` is the reference of the run.
         overrides: key=value settings on top of the run's own; `plugins=[FILE]` names the file of a suite of the user's,
             unless the configuration of the run lists it.
@@ -193,7 +191,6 @@ def check_arm_files(plan: Plan, lookups: Lookups | None = None, *checks: Callabl
     """Check the folders, files, models and data of suites that the arms of a comparison name.
 
     Args:
-        plan: the comparison.
         lookups: what is known of paths and hub ids already.
         checks: further checks of each arm's configuration.
 

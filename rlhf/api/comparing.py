@@ -43,7 +43,6 @@ def run_compare(
     The lab is prepared first, if the comparison uses it.
 
     Args:
-        config: the comparison.
         beside: the folder of the comparison's file, where its base configuration is looked for too.
         view: what shows the progress and the results; without one nothing is shown.
         start: starts a cell; None starts each in its own process.

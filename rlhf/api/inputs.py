@@ -39,7 +39,6 @@ class Inputs:
     """Collects the objects of a call as settings, and writes those that need a file once the settings are valid.
 
     Args:
-        folder: the run folder.
         resume: the run continues, so files that exist have to have the same content.
     """
 
@@ -94,7 +93,6 @@ class Inputs:
 
         Args:
             name: what the data set is for; its file is called that.
-            rows: the data set.
             text: the column of rows that are texts; None if they have to be dictionaries.
 
         Raises:
@@ -211,8 +209,6 @@ def nested(settings: Mapping[str, Any], call: Callable[..., Any], model: str = "
     """Turn keywords into a tree: `policy={"lr": 1e-5}`, `**{"policy.lr": 1e-5}` and `lr=1e-5` are the same.
 
     Args:
-        settings: the keywords.
-        call: the function that was called with them.
         model: the section of the model that it trains.
 
     Raises:

@@ -1,6 +1,7 @@
 """The types of the keyword arguments that are settings, by which an editor completes keys.
 
-Made by scripts/make_keywords.py from the configuration, whose pages in docs/configuration describe the keys.
+Made by scripts/make_keywords.py from the configuration, whose pages in docs/configuration describe the keys. Each
+class has the keys of a section, or the settings of a call; all of them are optional.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from typing import Any, Literal, TypedDict
 
 
 class RunKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     name: str
     seed: int
     out_dir: str
@@ -21,42 +20,7 @@ class RunKeys(TypedDict, total=False):
     cache_dir: str | None
 
 
-class PromptsKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
-    path: str
-    split: str
-    limit: int | None
-    columns: Any
-    bad_rows: Literal["skip", "error"]
-    sources: Any
-    at_end: Literal["restart", "stop"]
-    stream: bool
-    shuffle_buffer: int
-    part: Any
-    max_prompt_tokens: int
-    too_long: Literal["skip", "truncate", "error"]
-    first_tokens: int | None
-
-
-class OnlineDataKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
-    prompts: PromptsKeys
-    eval_prompts: Any
-    sft: Any
-    eval_sft: Any
-    preferences: Any
-    eval_preferences: Any
-    chat_template: str
-    chat_template_kwargs: Any
-    system: str | None
-    holdout: float | None
-
-
 class PolicyKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     weights: Literal["auto", "float32", "bfloat16", "int8", "nf4"]
     lora: Any
     gradient_checkpointing: bool
@@ -79,16 +43,12 @@ class PolicyKeys(TypedDict, total=False):
 
 
 class ReferenceKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     weights: Literal["auto", "float32", "bfloat16", "int8", "nf4"]
     model: str | None
     measure: bool
 
 
 class CriticKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     weights: Literal["auto", "float32", "bfloat16", "int8", "nf4"]
     lora: Any
     gradient_checkpointing: bool
@@ -104,29 +64,7 @@ class CriticKeys(TypedDict, total=False):
     warmup_steps: int
 
 
-class ShapingKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
-    missing_eos_penalty: float
-    clip: float | None
-    overlong_buffer: int
-    overlong_penalty: float
-    normalize: Literal["scale", "standardize"] | None
-
-
-class RewardKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
-    source: Any
-    shaping: ShapingKeys
-    process: Any
-    watch: Any
-    cost: Any
-
-
 class SamplingKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     backend: Literal["auto", "fast", "hf", "server"]
     server: Any
     correction: Any
@@ -141,38 +79,7 @@ class SamplingKeys(TypedDict, total=False):
     old_log_probs: Literal["auto", "sampler", "trainer"]
 
 
-class KlKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
-    placement: Literal["reward", "loss", "none"]
-    to: Literal["reference", "teacher"]
-    estimator: Literal["k1", "k2", "k3"]
-    coef: float
-    importance_weighted: bool
-    controller: Any
-
-
-class OnlineKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
-    preset: str | None
-    advantage: Any
-    policy_loss: Any
-    value_loss: Any
-    kl: KlKeys
-    lagrange: Any
-    target_kl: float | None
-    drop_uniform_groups: bool
-    mask_truncated: bool
-    refill_rounds: int
-    rescue: Any
-    curriculum: Any
-    ptx_coef: float
-
-
 class OverlapKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     reward_parts: int
     ahead: bool
     ahead_steps: int
@@ -181,16 +88,12 @@ class OverlapKeys(TypedDict, total=False):
 
 
 class OffloadKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     frozen_models: bool
     optimizer: bool
     sampler: bool
 
 
 class BatchKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     prompts_per_step: int
     epochs: int
     minibatches: int
@@ -200,8 +103,6 @@ class BatchKeys(TypedDict, total=False):
 
 
 class ShardingKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     mode: Literal["none", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
     deepspeed: Any
     cpu_adam: bool
@@ -210,8 +111,6 @@ class ShardingKeys(TypedDict, total=False):
 
 
 class ScheduleKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     steps: int | None
     epochs: float | None
     warmup_steps: int
@@ -220,8 +119,6 @@ class ScheduleKeys(TypedDict, total=False):
 
 
 class CheckpointKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     every: int
     keep: int
     resume: Literal["auto", "never", "always"]
@@ -229,22 +126,16 @@ class CheckpointKeys(TypedDict, total=False):
 
 
 class LoggingKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     every: int
     samples: int
     backends: Any
 
 
 class CostKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     per_hour: float | None
 
 
 class EvalKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     every: int
     prompts: int | None
     source: Any
@@ -254,8 +145,6 @@ class EvalKeys(TypedDict, total=False):
 
 
 class GuardKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     allow: Any
     on_alarm: Literal["ignore", "warn", "stop", "lower_lr", "raise_kl"]
     alarms: Any
@@ -263,31 +152,12 @@ class GuardKeys(TypedDict, total=False):
     kl_factor: float
 
 
-class DataKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
-    prompts: Any
-    eval_prompts: Any
-    sft: Any
-    eval_sft: Any
-    preferences: Any
-    eval_preferences: Any
-    chat_template: str
-    chat_template_kwargs: Any
-    system: str | None
-    holdout: float | None
-
-
 class OfflineKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     preset: str | None
     loss: Any
 
 
 class PreferencesKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     path: str
     split: str
     limit: int | None
@@ -303,8 +173,6 @@ class PreferencesKeys(TypedDict, total=False):
 
 
 class RewardModelDataKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     prompts: Any
     eval_prompts: Any
     sft: Any
@@ -318,15 +186,11 @@ class RewardModelDataKeys(TypedDict, total=False):
 
 
 class RewardModelLossKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     use_margin: bool
     centering: float
 
 
 class EnsembleKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     size: int
     backbone: Literal["shared", "separate"]
     vary: Any
@@ -334,15 +198,11 @@ class EnsembleKeys(TypedDict, total=False):
 
 
 class CalibrationKeys(TypedDict, total=False):
-    """Keys of a section, all optional."""
-
     data: Literal["chosen", "both", "none"]
     limit: int
 
 
 class SharedKeywords(TypedDict, total=False):
-    """Settings of a call, all optional."""
-
     run: RunKeys
     batch: BatchKeys
     sharding: ShardingKeys
@@ -361,8 +221,6 @@ class SharedKeywords(TypedDict, total=False):
 
 
 class TrainKeywords(SharedKeywords, total=False):
-    """Settings of a call, all optional."""
-
     data: Mapping[str, Any]
     policy: PolicyKeys
     reference: ReferenceKeys
@@ -376,8 +234,6 @@ class TrainKeywords(SharedKeywords, total=False):
 
 
 class SftKeywords(SharedKeywords, total=False):
-    """Settings of a call, all optional."""
-
     policy: PolicyKeys
     reference: ReferenceKeys
     teacher: Any
@@ -393,8 +249,6 @@ class SftKeywords(SharedKeywords, total=False):
 
 
 class RewardModelKeywords(SharedKeywords, total=False):
-    """Settings of a call, all optional."""
-
     data: RewardModelDataKeys
     loss: RewardModelLossKeys
     process: Any
@@ -403,8 +257,6 @@ class RewardModelKeywords(SharedKeywords, total=False):
 
 
 class CompareKeywords(SharedKeywords, total=False):
-    """Settings of a call, all optional."""
-
     data: Mapping[str, Any]
     policy: PolicyKeys
     reference: ReferenceKeys

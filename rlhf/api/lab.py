@@ -31,11 +31,8 @@ def prepare_lab(
     """Run the stages before any algorithm, into sft/, preferences/ and rm/ of `folder`; finished stages are skipped.
 
     Args:
-        folder: the folder of the stages.
-        seed: the seed of all three stages.
         view: what shows the stages; without one nothing is shown.
         of: how many stages the caller has in all, for the headings.
-        reward_model: whether a reward model is needed.
 
     Returns:
         The held-out pairs; None if a stage was interrupted and saved.

@@ -238,13 +238,8 @@ def sft(
         model: a path, a hub id, or a loaded causal LM (then with `tokenizer`).
         data: the rows: texts, or dictionaries in a format of docs/data.md, such as {"messages": [...]}.
         eval_data: held-out rows.
-        tokenizer: as in `train`; so are config, folder, resume, on_step, quiet and settings.
-        config: a configuration file.
+        tokenizer: as in `train`; so are config, resume, on_step, quiet and settings.
         folder: the run folder (default: runs/sft).
-        resume: continue the run in `folder`.
-        on_step: called with the step and its metrics.
-        quiet: print nothing.
-        **settings: further settings.
 
     Raises:
         UserError: as `train`.
@@ -287,13 +282,8 @@ def reward_model(
         model: a path, a hub id, or a loaded causal LM (then with `tokenizer`) that the reward model starts from.
         preferences: the pairs, as in `train`.
         eval_preferences: held-out pairs.
-        tokenizer: as in `train`; so are config, folder, resume, on_step, quiet and settings.
-        config: a configuration file.
+        tokenizer: as in `train`; so are config, resume, on_step, quiet and settings.
         folder: the run folder (default: runs/reward_model).
-        resume: continue the run in `folder`.
-        on_step: called with the step and its metrics.
-        quiet: print nothing.
-        **settings: further settings.
 
     Raises:
         UserError: as `train`.
@@ -464,10 +454,7 @@ def sample(
     _warn_of_rounding(path)
     sampling = check_sampling(path, texts, options, max_new_tokens=max_new_tokens, temperature=temperature)
     completer = Completer(path, sampling, chat=NO_TEMPLATE if raw else load_chat_format(path))
-    samples = completer.sample(texts, count=count, key=derive_seed(seed, "sample"), greedy=greedy)
-    rows = zip(samples.completion_ids, samples.completion_mask, strict=True)
-    completions = [completer.text(ids, mask) for ids, mask in rows]
-    return [completions[start : start + count] for start in range(0, len(completions), count)]
+    return completer.complete(texts, count=count, key=derive_seed(seed, "sample"), greedy=greedy)
 
 
 def evaluate(

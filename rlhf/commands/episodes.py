@@ -22,13 +22,6 @@ STYLES = {"policy": "bold", "environment": "dim"}
 def run_episodes(path: str, count: int, *, seed: int, greedy: bool, console: Console) -> None:
     """Play the run's held-out rows (without any, its training rows) and print the transcripts.
 
-    Args:
-        path: the run folder.
-        count: how many episodes.
-        seed: another one draws other episodes.
-        greedy: take the most likely token each time.
-        console: where the transcripts are printed.
-
     Raises:
         UserError: the run has no environment, or its model cannot be loaded.
     """

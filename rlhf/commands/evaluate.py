@@ -45,9 +45,7 @@ def run_eval(path: str, overrides: Sequence[str], console: Console, *, against: 
     For a reward model's run the report card on its held-out pairs is computed and printed instead.
 
     Args:
-        path: the run folder.
         overrides: key=value settings on top of the run's own.
-        console: where the result is printed.
         against: the run or model to compare with, after which the file is then named; `start` is the model that the
             run started from.
 
@@ -134,7 +132,6 @@ def run_suite(target: str, name: str, settings: Suite, *, task: str, out: str | 
         settings: the settings of that suite (see checks.suite_settings).
         task: the task of lm-eval:TASK, else empty.
         out: the JSON file; None writes evals/<suite>.json in the run's folder.
-        console: where the result is printed.
 
     Raises:
         UserError: the data or the model is missing or invalid.

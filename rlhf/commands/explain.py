@@ -23,9 +23,7 @@ def explain(config: Section, key: str, console: Console) -> None:
     """Print what a section or a setting means; of a section, all of its settings.
 
     Args:
-        config: the configuration, whose values are printed.
         key: a dotted key, such as algorithm.policy_loss or policy.lr.
-        console: where to print.
 
     Raises:
         ConfigError: the configuration has no such key.

@@ -171,7 +171,6 @@ def slurm_script(job: Job, options: LaunchOptions, made_by: str) -> str:
 
 
 def _sbatch_lines(job: Job, options: LaunchOptions) -> list[str]:
-    """Return what the job asks of SLURM."""
     gpus = [options.gpu_type, options.gpus] if options.gpu_type else [options.gpus]
     lines = [
         f"--job-name={job.name}",

@@ -61,8 +61,6 @@ def run_push(
         path: the run folder, or that of the best checkpoint in it.
         repo_id: owner/name.
         private: whether the repository has to be private; if it does not exist, a private one is created.
-        dry_run: whether to upload nothing.
-        console: where the card and the address are printed.
         quotes: whether the card keeps the texts that notes of the run quote.
         endpoint: the address of the hub; None for HF_ENDPOINT, or huggingface.co.
 
@@ -135,16 +133,11 @@ def _data_used(key: str, dataset: DatasetConfig) -> DataUsed:
         return DataUsed(key, dataset.path, None, dataset.limit, "on the hub", on_hub=True)
     if isinstance(dataset, TrainableDataConfig) and dataset.stream:
         return DataUsed(key, dataset.path, None, dataset.limit, "not counted: it was streamed")
-    rows, why = _count_rows(dataset)
-    return DataUsed(key, dataset.path, rows, dataset.limit, why)
-
-
-def _count_rows(dataset: DatasetConfig) -> tuple[int | None, str]:
-    """Count the readable rows of a local data set; without it, say why there is no count."""
     try:
-        return len(load_rows(dataset, RowCounts(dataset.path))), ""
+        rows = len(load_rows(dataset, RowCounts(dataset.path)))
     except DataError as error:
-        return None, f"not counted: {error}"
+        return DataUsed(key, dataset.path, None, dataset.limit, f"not counted: {error}")
+    return DataUsed(key, dataset.path, rows, dataset.limit, "")
 
 
 def _is_on_hub(path: str) -> bool:

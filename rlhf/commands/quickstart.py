@@ -37,10 +37,7 @@ def run_quickstart(out: str, *, seed: int, overrides: Sequence[str], console: Co
     """Run every stage of the quickstart, each in its own run folder under `out`; finished stages are skipped.
 
     Args:
-        out: the folder of the quickstart.
-        seed: the seed of all stages.
         overrides: key=value settings for the PPO stage, e.g. algorithm.kl.controller.target=3.
-        console: where progress and results are printed.
 
     Raises:
         ConfigError: `out` was made with another seed, or by another version of the lab, or the last stage would not

@@ -155,7 +155,6 @@ def parse_overrides(overrides: Sequence[str], *, arms: Sequence[str] = ()) -> Tr
     Of two settings that exclude each other (schedule.steps and schedule.epochs) the last one wins.
 
     Args:
-        overrides: the overrides.
         arms: arms of a comparison, whose names may have dots: `arms.clip_0.1.policy.lr` is a setting of `clip_0.1`.
 
     Raises:

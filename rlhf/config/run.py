@@ -227,8 +227,6 @@ def deepspeed_json(config: ShardingConfig, *, processes: int, max_grad_norm: flo
     step is complete.
 
     Args:
-        config: the sharding section.
-        processes: number of processes.
         max_grad_norm: global norm to which gradients are clipped; None for a frozen model.
     """
     zero: dict[str, Any] = {

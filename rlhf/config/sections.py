@@ -136,16 +136,6 @@ class PolicyConfig(OptimizerConfig, TrainedWeightsConfig):
                 f"{section}.export=merged"
             )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_compile(cls, settings: Any) -> Any:
-        """Drop `compile: false`, which files written before its removal have, and refuse any other value of it."""
-        if not isinstance(settings, Mapping) or "compile" not in settings:
-            return settings
-        if settings["compile"] is not False:
-            raise ValueError("compile was removed: no gain in speed was measured. Delete the key")
-        return {key: value for key, value in settings.items() if key != "compile"}
-
 
 class ReferenceConfig(WeightsConfig):
     """The frozen policy that the KL penalty or a preference loss compares with."""

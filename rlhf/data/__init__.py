@@ -5,8 +5,8 @@ A row goes through `files` (JSON, JSONL, CSV, Parquet, the hub), `formats` (colu
 counts what was left out and why.
 
 Import from the modules:
-    prompts             load_prompts, PromptStream: what the online algorithms sample from
-    pairs               load_pairs, load_demonstrations, load_labelled: what preference losses, reward models, SFT read;
+    prompts             prompt_pipeline, PromptStream: what the online algorithms sample from
+    pairs               pair_pipeline and others: what preference losses, reward models, SFT read;
                         AnnotatedPairSet: pairs with the reference's log-probabilities
     datasets            BatchStream: the shuffled batch of a step, computed from the seed and the step number
     mixture             MixedStream: batches from several sources, in memory or streamed, by the schedule of quotas

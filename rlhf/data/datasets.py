@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 from rlhf.batching import Batch
-from rlhf.config.data import DatasetConfig
+from rlhf.config.data import DatasetConfig, TrainableDataConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
 from rlhf.data.formats import Completion, RowFormats, is_transcript
@@ -30,11 +30,9 @@ class RowSet(Protocol[B_co]):
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        ...
 
     def collate(self, indices: list[int]) -> B_co:
         """Collate the rows at `indices` into one batch, in that order."""
-        ...
 
 
 @lru_cache(maxsize=64)  # an epoch of each source of a mixture, and the next
@@ -101,17 +99,14 @@ class HasPrompt(Protocol):
     @property
     def prompt(self) -> Prompt:
         """Return the prompt: text, or a conversation."""
-        ...
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:
         """Return the tools that the assistant may call."""
-        ...
 
     @property
     def completions(self) -> tuple[Completion, ...]:
         """Return what follows the prompt."""
-        ...
 
 
 T = TypeVar("T", bound=HasPrompt)
@@ -147,35 +142,35 @@ class RowPipeline(Generic[T, S]):
     """How the rows of one use become a data set: parsed, rendered as text, encoded, fitted to a length, put together.
 
     Attributes:
+        config: the section; where it has a part, only rows whose place (`place_of`) is in it are used.
         use: the use of the rows, which determines the formats they may have.
         encoder: renders and encodes the rows.
         fit: makes encoded rows fit their limit; raises BadRow for an unusable row, returns None for one it left out.
         collect: makes the data set of encoded rows, with the counts of those that were cut and skipped.
         render: renders a parsed row as text, perhaps as several rows; None: one row of prompt and completions.
         turns: text prompts become user turns if there is a chat template.
-        part: only rows whose place (`place_of`) is in this interval are used; None: all.
     """
 
+    config: TrainableDataConfig
     use: RowFormats[T]
     encoder: Encoder
     fit: Fit[T]
     collect: Callable[[Sequence[Entry[T]], RowCounts], S]
     render: Render[T] | None = None
     turns: bool = True
-    part: tuple[float, float] | None = None
 
     @property
     def makes_turns(self) -> bool:
         """Return whether text prompts become user turns."""
         return self.encoder.template.turns and self.turns
 
-    def load(self, config: DatasetConfig) -> S:
-        """Load and encode the usable rows of a data set, at most `config.limit`.
+    def load(self) -> S:
+        """Load and encode the usable rows of the section, at most its limit.
 
         Raises:
-            DataError: the data set cannot be read, or no row was used.
+            DataError: the data set cannot be read, no row was used, or no prompt has one of the hints.
         """
-        entries, skips = self.load_entries(config)
+        entries, skips = self.load_entries(self.config)
         return self.collect(entries, skips)
 
     def load_entries(self, config: DatasetConfig) -> tuple[list[Entry[T]], RowCounts]:
@@ -185,8 +180,8 @@ class RowPipeline(Generic[T, S]):
         skips = RowCounts(config.path, fatal=config.bad_rows == "error")
         read = self.use.read(load_rows(config, skips), skips, turns=self.makes_turns)
         entries = list(self.encode(read, skips, limit=config.limit))
-        if not skips.used and self.part is not None:
-            low, high = self.part
+        if not skips.used and self.config.part is not None:
+            low, high = self.config.part
             raise DataError(
                 f"{config.path}: no usable row is in part [{low:g}, {high:g}]: it is small. Set a larger data.holdout, "
                 "the path of held-out rows (data.eval_...path), or data.holdout=null"
@@ -214,7 +209,8 @@ class RowPipeline(Generic[T, S]):
                 yield usable, fitted
 
     def _is_in_part(self, parsed: T) -> bool:
-        return self.part is None or self.part[0] <= place_of(_key(parsed)) < self.part[1]
+        part = self.config.part
+        return part is None or part[0] <= place_of(_key(parsed)) < part[1]
 
 
 def place_of(text: str) -> float:

@@ -334,7 +334,6 @@ class Reader(Protocol):
 
     def read(self, offset: int, number: int, count: int, skips: RowCounts) -> tuple[list[Row], int, int]:
         """Read `count` lines or rows, fewer at the end; return the readable rows, and the next offset and number."""
-        ...
 
 
 class JsonlReader:

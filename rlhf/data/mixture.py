@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
-from rlhf.batching import Batch
 from rlhf.config.data import DatasetConfig
 from rlhf.data.datasets import Entry, HasPrompt, RowPipeline, RowSet, digest_of, epoch_order
 from rlhf.data.files import Cursor, LazyDataset
@@ -31,54 +30,6 @@ from rlhf.runtime.seeding import derive_seed
 
 T = TypeVar("T", bound=HasPrompt)
 S = TypeVar("S", bound=RowSet[Any])
-B_co = TypeVar("B_co", bound=Batch, covariant=True)
-
-
-@runtime_checkable
-class Stream(Protocol[B_co]):
-    """The batches of a run."""
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Return how many steps it takes to read every row once; infinite where the rows are not counted before."""
-        ...
-
-    def batch(self, step: int) -> B_co:
-        """Return the batch of step `step`, counted from 1."""
-        ...
-
-    def reseeded(self, seed: int) -> Stream[B_co]:
-        """Return a stream of the same rows in another order."""
-        ...
-
-
-@runtime_checkable
-class Source(Protocol[T]):
-    """One source of a mixture: an endless sequence of encoded rows, epoch after epoch."""
-
-    def __len__(self) -> int:
-        """Return the number of usable rows; 0 where it is not known yet."""
-        ...
-
-    def row(self, position: int) -> Entry[T]:
-        """Return the row at `position` of the endless sequence, from 0."""
-        ...
-
-    def has(self, position: int) -> bool:
-        """Return whether `position` is in the first epoch."""
-        ...
-
-    def digest(self) -> str:
-        """Return a digest of the content."""
-        ...
-
-    def skipped(self, rows: int) -> int:
-        """Count the rows left out, as malformed or too long, by the time that `rows` usable ones were drawn."""
-        ...
-
-    def reseeded(self, seed: int) -> Source[T]:
-        """Return the same rows in another order."""
-        ...
 
 
 class MemorySource(Generic[T]):
@@ -320,6 +271,10 @@ class StreamedSource(Generic[T]):
                 counts.add(row, bad.reason, bad.detail)
 
 
+Source = MemorySource[T] | StreamedSource[T]
+"""One source of a mixture: an endless sequence of encoded rows, epoch after epoch."""
+
+
 class MixedStream(Generic[T, S]):
     """Endless batches of rows drawn from several sources by a QuotaSchedule."""
 
@@ -337,7 +292,6 @@ class MixedStream(Generic[T, S]):
         Args:
             sources: the sources by name, in the order of the schedule's weights.
             schedule: which source each row comes from.
-            rows_per_step: rows of a batch.
             collect: makes a data set of some rows, given the name of the source of each.
             stops: there is no batch that needs a second epoch of a source; `has_batch` says so.
         """

@@ -5,9 +5,9 @@ Pairs and labelled completions may be annotated with the reference's log-probabi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -214,21 +214,6 @@ def completion_labels(dataset: PairSet | LabelledSet) -> tuple[bool, ...]:
     return (True,) * len(dataset) + (False,) * len(dataset)
 
 
-def load_pairs(
-    config: PreferencesConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    chat_template: str | ChatFormat,
-    context: int | None = None,
-) -> PairSet:
-    """Load and encode the preference pairs of a data set, each side within `config.max_tokens` and `context` tokens.
-
-    Raises:
-        DataError: the data set cannot be read, or no row is usable.
-    """
-    return pair_pipeline(config, tokenizer, chat_template=chat_template, context=context).load(config)
-
-
 def pair_pipeline(
     config: PreferencesConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -236,7 +221,7 @@ def pair_pipeline(
     chat_template: str | ChatFormat,
     context: int | None = None,
 ) -> RowPipeline[PairText, PairSet]:
-    """Describe how rows become the preference pairs of this section."""
+    """Describe how rows become preference pairs, each side within `config.max_tokens` and `context` tokens."""
     encoder = make_encoder(tokenizer, chat_template)
     limit = length_limit(config.max_tokens, context, config.too_long)
 
@@ -253,7 +238,7 @@ def pair_pipeline(
             rejected_learned=_flags(all_ids, 1),
         )
 
-    return RowPipeline(PAIRS, encoder, _prompt_truncation(encoder, limit), collect, part=config.part)
+    return RowPipeline(config, PAIRS, encoder, _prompt_truncation(encoder, limit), collect)
 
 
 def _rendered_pair(usable: PreparedRow[PairText]) -> PairText:
@@ -271,21 +256,6 @@ def _flags(rows: Sequence[EncodedRow], which: int) -> Flags:
     return tuple(ids.learned[which] if ids.learned else [True] * len(ids.completions[which]) for ids in rows)
 
 
-def load_labelled(
-    config: PreferencesConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    chat_template: str | ChatFormat,
-    context: int | None = None,
-) -> LabelledSet:
-    """Load and encode the labelled completions of a data set, with the limits of `load_pairs`.
-
-    Raises:
-        DataError: the data set cannot be read, or no row is usable.
-    """
-    return labelled_pipeline(config, tokenizer, chat_template=chat_template, context=context).load(config)
-
-
 def labelled_pipeline(
     config: PreferencesConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -293,7 +263,7 @@ def labelled_pipeline(
     chat_template: str | ChatFormat,
     context: int | None = None,
 ) -> RowPipeline[LabelledText, LabelledSet]:
-    """Describe how rows become the labelled completions of this section."""
+    """Describe how rows become labelled completions, with the limits of `pair_pipeline`."""
     encoder = make_encoder(tokenizer, chat_template)
     limit = length_limit(config.max_tokens, context, config.too_long)
 
@@ -306,38 +276,22 @@ def labelled_pipeline(
             skips=skips,
         )
 
-    return RowPipeline(LABELLED, encoder, _prompt_truncation(encoder, limit), collect, part=config.part)
+    return RowPipeline(config, LABELLED, encoder, _prompt_truncation(encoder, limit), collect)
 
 
-def load_preference_data(
+def preference_pipeline(
     config: PreferencesConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     chat_template: str | ChatFormat,
     context: int | None = None,
-) -> PairSet | LabelledSet:
-    """Load labelled completions if the columns of the data set say so, otherwise preference pairs."""
+) -> RowPipeline[Any, Any]:
+    """Describe how rows become labelled completions if their columns say so, otherwise preference pairs."""
     columns = {name for row in load_rows(config, RowCounts(config.path)) for name in row.values}
     is_pairs, is_labelled = (any(set(shape.columns) <= columns for shape in use.shapes) for use in (PAIRS, LABELLED))
-    load = load_labelled if is_labelled and not is_pairs else load_pairs
-    return load(config, tokenizer, chat_template=chat_template, context=context)
-
-
-def load_demonstrations(
-    config: SftConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    chat_template: str | ChatFormat,
-    context: int | None = None,
-) -> DemonstrationSet:
-    """Load and encode the demonstrations of a data set; `config.learn` selects what of a conversation is trained on.
-
-    The prompt of a plain text is the BOS, or its first token if the tokenizer puts no BOS before a text.
-
-    Raises:
-        DataError: the data set cannot be read, or no row is usable.
-    """
-    return demonstration_pipeline(config, tokenizer, chat_template=chat_template, context=context).load(config)
+    pipeline: Callable[..., Any] = labelled_pipeline if is_labelled and not is_pairs else pair_pipeline
+    result: RowPipeline[Any, Any] = pipeline(config, tokenizer, chat_template=chat_template, context=context)
+    return result
 
 
 def demonstration_pipeline(
@@ -347,7 +301,10 @@ def demonstration_pipeline(
     chat_template: str | ChatFormat,
     context: int | None = None,
 ) -> RowPipeline[DemoText, DemonstrationSet]:
-    """Describe how rows become the demonstrations of this section."""
+    """Describe how rows become demonstrations; `config.learn` selects what of a conversation is trained on.
+
+    The prompt of a plain text is the BOS, or its first token if the tokenizer puts no BOS before a text.
+    """
     encoder = make_encoder(tokenizer, chat_template)
     limit = length_limit(config.max_tokens, context, config.too_long)
 
@@ -363,12 +320,12 @@ def demonstration_pipeline(
         )
 
     return RowPipeline(
+        config,
         DEMONSTRATIONS,
         encoder,
         lambda usable, ids, skips: _truncate_end(usable, ids, limit, skips),
         collect,
         render=lambda demo: demonstration_rows(encoder, demo, config.learn),
-        part=config.part,
     )
 
 

@@ -117,7 +117,6 @@ def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None
     Other names than paths are hub ids; the hub is asked for each of them once, with a time limit.
 
     Args:
-        config: the run.
         lookups: what is known of paths and hub ids already, when several runs are checked; new answers are added.
 
     Raises:

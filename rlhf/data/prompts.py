@@ -91,28 +91,6 @@ class PromptStream(BatchStream[Prompts]):
         super().__init__(prompt_set, prompts_per_step, seed)
 
 
-def load_prompts(
-    config: PromptsConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    chat_template: str | ChatFormat,
-    context: int | None = None,
-    max_new_tokens: int = 0,
-    hints: Sequence[Hint] = (),
-) -> PromptSet:
-    """Load and encode the prompts of a data set; each leaves room for `max_new_tokens` in the model's `context`.
-
-    `hints` are those of algorithm.rescue: every prompt is encoded with each of them, too.
-
-    Raises:
-        DataError: the data set cannot be read, no row is usable or has a hint, or `max_new_tokens` leaves no room.
-    """
-    pipeline = prompt_pipeline(
-        config, tokenizer, chat_template=chat_template, context=context, max_new_tokens=max_new_tokens, hints=hints
-    )
-    return pipeline.load(config)
-
-
 def prompt_pipeline(
     config: PromptsConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -122,7 +100,9 @@ def prompt_pipeline(
     max_new_tokens: int = 0,
     hints: Sequence[Hint] = (),
 ) -> RowPipeline[PromptText, PromptSet]:
-    """Describe how rows become the prompts of this section.
+    """Describe how rows become prompts, each of which leaves room for `max_new_tokens` in the model's `context`.
+
+    `hints` are those of algorithm.rescue: every prompt is encoded with each of them, too.
 
     Raises:
         DataError: `max_new_tokens` leaves no room for a prompt.
@@ -143,7 +123,7 @@ def prompt_pipeline(
             encode_hints(rows, hints, encoder, max_tokens=limit.tokens, skips=skips),
         )
 
-    return RowPipeline(PROMPTS, encoder, fit, collect, turns=config.first_tokens is None, part=config.part)
+    return RowPipeline(config, PROMPTS, encoder, fit, collect, turns=config.first_tokens is None)
 
 
 def _fit_prompt(

@@ -153,7 +153,6 @@ class RunContext:
         """Open the files of the run, rewound to the checkpoint if it resumes, and return its session.
 
         Args:
-            total_steps: the length of the run in steps.
             save: writes a checkpoint into a folder.
             evaluate: computes the evaluation metrics at a step.
             show: the metrics of the progress display.
@@ -215,7 +214,6 @@ class RunContext:
         self.log = recorder.note
 
     def _open_health(self, recorder: Recorder) -> HealthMonitor:
-        """Open the alarms of the run, which have seen its metrics so far."""
         repeats, leaves_out = self.repeats_prompts, self.leaves_out_template
         facts = run_facts(self.config, repeats_prompts=repeats, leaves_out_template=leaves_out)
         health = HealthMonitor(self.config.guard, facts, self.state, recorder)
@@ -390,8 +388,6 @@ def keep_best(
     """Let the session keep the best checkpoint, if the run asks for it.
 
     Args:
-        context: the run's context.
-        session: the session of the run.
         rows: the latest evaluation, row by row.
         write: writes the model as it is evaluated into a folder.
     """

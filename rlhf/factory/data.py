@@ -22,8 +22,8 @@ from rlhf.data.mixture import (
     integer_weights,
     source_seed,
 )
-from rlhf.data.pairs import DemonstrationSet, demonstration_pipeline, load_demonstrations
-from rlhf.data.prompts import SOURCE, PromptSet, PromptStream, load_prompts, prompt_pipeline
+from rlhf.data.pairs import DemonstrationSet, demonstration_pipeline
+from rlhf.data.prompts import SOURCE, PromptSet, PromptStream, prompt_pipeline
 from rlhf.data.rows import RowCounts
 from rlhf.errors import DataError
 from rlhf.factory.context import RunContext
@@ -58,7 +58,7 @@ def build_prompts(
         config, tokenizer, chat_template=chat, context=model_context, max_new_tokens=max_new_tokens, hints=hints
     )
     if config.is_plain:
-        rows = pipeline.load(config)
+        rows = pipeline.load()
         context.rows_read("prompts", rows.skips)
         return PromptStream(rows, rows_per_step, derive_seed(context.seed, "prompts"))
 
@@ -74,13 +74,13 @@ def load_prompts_of_run(
     data: PromptsConfig, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, model: CausalLM
 ) -> PromptSet:
     """Load prompts as a run encodes them: in its chat format, with room for its longest completion in the model."""
-    return load_prompts(
+    return prompt_pipeline(
         data,
         tokenizer,
         chat_template=config.data.chat_format,
         context=context_length(model),
         max_new_tokens=config.sampling.max_new_tokens,
-    )
+    ).load()
 
 
 def build_demonstrations(
@@ -94,11 +94,11 @@ def build_demonstrations(
     purpose: str = "sft",
 ) -> BatchStream[Demonstrations] | MixedStream[Any, DemonstrationSet]:
     """Build the stream of demonstrations; `purpose` names the random order."""
+    pipeline = demonstration_pipeline(config, tokenizer, chat_template=chat, context=model_context)
     if config.is_plain:
-        rows = load_demonstrations(config, tokenizer, chat_template=chat, context=model_context)
+        rows = pipeline.load()
         context.rows_read("sft", rows.skips)
         return BatchStream(rows, rows_per_step, derive_seed(context.seed, purpose))
-    pipeline = demonstration_pipeline(config, tokenizer, chat_template=chat, context=model_context)
     return mix(config, context, pipeline, section=purpose, rows_per_step=rows_per_step)
 
 
@@ -146,11 +146,8 @@ def open_mixture(
     """Open the sources of a section, and read those that are not streamed.
 
     Args:
-        config: the section.
-        pipeline: how rows are encoded.
         seed: of the order of the rows.
         name: the name of the only source, if the section has a path.
-        rows_per_step: rows of a batch.
         collect: makes a data set of a batch's rows, given the name of the source of each; None: the pipeline's.
         note: receives the summary of each source that is read at once.
 

@@ -103,8 +103,6 @@ def compare_models(config: TrainConfig, run: str, against: str) -> PolicyCompari
     then compared in characters.
 
     Args:
-        config: the configuration of the run.
-        run: the run folder.
         against: another run, a model folder or hub id, or `start` for the model that the run started from.
 
     Raises:
@@ -194,7 +192,6 @@ def evaluate_model(
     """Evaluate a model on the run's held-out prompts, scored by the judge of the run.
 
     Args:
-        config: the configuration of the run.
         path: the model, None for reference.model, or without one the model that the run started from.
         tokenizer_from: the run or model folder whose tokenizer is used.
         with_reference: whether the KL to the run's reference is measured.
@@ -245,7 +242,6 @@ def _load_models(
 
 
 def _build_cost(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> RewardSource | None:
-    """Build the source of costs, if the configuration has one."""
     if config.reward is None or config.reward.cost is None:
         return None
     return build_source(config.reward.cost.source, tokenizer, engine, leaves_out=True)

@@ -142,7 +142,6 @@ def change_lost_in(path: str, model: PreTrainedModel, targets: Mapping[str, torc
     """Compute the share of a run's training that its model would lose in other dtypes; None if it cannot be measured.
 
     Args:
-        path: the run folder.
         model: its model, loaded in float32.
         targets: the dtype of each weight.
     """

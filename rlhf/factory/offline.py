@@ -25,11 +25,10 @@ from rlhf.data.pairs import (
     DemonstrationSet,
     LabelledSet,
     PairSet,
+    demonstration_pipeline,
     labelled_pipeline,
-    load_demonstrations,
-    load_pairs,
-    load_preference_data,
     pair_pipeline,
+    preference_pipeline,
 )
 from rlhf.evaluation.during_run import HeldOut, no_held_out
 from rlhf.evaluation.evaluate import evaluate_loss
@@ -58,7 +57,6 @@ from rlhf.tracking.metrics import progress_metrics
 from rlhf.tracking.view import View
 from rlhf.training.checkpoints import Saver, load_trainer_state, restore_trainer_state
 from rlhf.training.losses import DemonstrationLoss
-from rlhf.training.micro_batches import count_tokens
 from rlhf.training.offline import PREFERENCE_TERM, LabelledLoss, OfflineRun, PairwiseLoss
 from rlhf.training.reference import ReferenceAnnotator, no_grad_batch_size
 from rlhf.training.step import Loss
@@ -78,7 +76,6 @@ class OfflineTask:
     data: Callable[[int], Batch]  # the batch of a step
     sources: Callable[[int], tuple[str, ...]] | None = None  # the source of each row of a step, where they are measured
     steps_per_epoch: float
-    tokens: Callable[[Batch], int]  # counts the tokens of a batch
     held_out: HeldOut  # metrics of the current policy; empty without held-out data
     show: tuple[str, ...]  # metrics for the progress display
 
@@ -104,10 +101,13 @@ class PreferenceData:
             announce=context.announce,
         )
 
-    def load(self, load: Callable[..., S], data: PreferencesConfig) -> S:
-        """Load and encode the rows of `data` with the function `load`."""
-        limit = context_length(self.models.policy)
-        rows = load(data, self.tokenizer, chat_template=self.config.data.chat_format, context=limit)
+    def _rows(self, pipeline: Callable[..., RowPipeline[P, M]], data: PreferencesConfig) -> RowPipeline[P, M]:
+        limit, chat = context_length(self.models.policy), self.config.data.chat_format
+        return pipeline(data, self.tokenizer, chat_template=chat, context=limit)
+
+    def load(self, pipeline: Callable[..., RowPipeline[Any, S]], data: PreferencesConfig) -> S:
+        """Load and encode the rows of `data` by the `pipeline` of their use."""
+        rows = self._rows(pipeline, data).load()
         is_train = data is self.config.preference_data
         self.context.rows_read("preferences" if is_train else "eval_preferences", rows.skips)
         return rows
@@ -118,11 +118,8 @@ class PreferenceData:
 
     def mix(self, pipeline: Callable[..., RowPipeline[P, M]]) -> MixedStream[P, M]:
         """Build the mixed or streamed rows of the run, encoded by the `pipeline` of their use."""
-        data = self.config.preference_data
-        limit, chat = context_length(self.models.policy), self.config.data.chat_format
-        how = pipeline(data, self.tokenizer, chat_template=chat, context=limit)
-        size = self.config.batch.prompts_per_step
-        return mix(data, self.context, how, section="preferences", rows_per_step=size)
+        data, size = self.config.preference_data, self.config.batch.prompts_per_step
+        return mix(data, self.context, self._rows(pipeline, data), section="preferences", rows_per_step=size)
 
 
 @dataclass(frozen=True)
@@ -173,18 +170,17 @@ def pairs_task(
     loss = PairwiseLoss(models, section)
     feed: TrainingData[AnnotatedPairs]
     if config.preference_data.is_plain:
-        train = judgments.annotate.pairs(judgments.load(load_pairs, config.preference_data))
+        train = judgments.annotate.pairs(judgments.load(pair_pipeline, config.preference_data))
         feed = TrainingData.of(judgments.stream(train))
     else:
         mixture = judgments.mix(pair_pipeline)
         feed = TrainingData.of(mixture, lambda step: collate_all(judgments.annotate.batch(mixture.rows(step))))
-    eval_pairs = judgments.load(load_pairs, data.eval_preferences) if data.eval_preferences is not None else None
+    eval_pairs = judgments.load(pair_pipeline, data.eval_preferences) if data.eval_preferences is not None else None
     return OfflineTask(
         loss=loss,
         data=feed.batch,
         sources=feed.sources,
         steps_per_epoch=feed.steps_per_epoch,
-        tokens=count_tokens,
         held_out=evaluate_pairs_fn(judgments, loss, eval_pairs) if eval_pairs is not None else no_held_out,
         show=progress_metrics("preference"),
     )
@@ -204,13 +200,13 @@ def labelled_task(
     )
     feed: TrainingData[AnnotatedLabelledCompletions]
     if config.preference_data.is_plain:
-        train = judgments.annotate.labelled(judgments.load(load_preference_data, config.preference_data))
+        train = judgments.annotate.labelled(judgments.load(preference_pipeline, config.preference_data))
         feed = TrainingData.of(judgments.stream(train))
     else:
         mixture = judgments.mix(labelled_pipeline)
         feed = TrainingData.of(mixture, lambda step: collate_all(judgments.annotate.labelled_batch(mixture.rows(step))))
-    eval_rows = (
-        judgments.load(load_preference_data, data.eval_preferences) if data.eval_preferences is not None else None
+    eval_rows: PairSet | LabelledSet | None = (
+        judgments.load(preference_pipeline, data.eval_preferences) if data.eval_preferences is not None else None
     )
     held_out: HeldOut = no_held_out
     if isinstance(eval_rows, PairSet):
@@ -223,7 +219,6 @@ def labelled_task(
         data=lambda step: loss.with_baseline(feed.batch(step)),
         sources=feed.sources,
         steps_per_epoch=feed.steps_per_epoch,
-        tokens=count_tokens,
         held_out=held_out,
         show=progress_metrics("preference"),
     )
@@ -297,7 +292,6 @@ def _build(config: OfflineConfig, context: RunContext) -> OfflineRun:
         loss=task.loss,
         trained=trained,
         ema=ema,
-        tokens=task.tokens,
         export=export_model,
         seed=config.run.seed,
     )
@@ -345,7 +339,6 @@ def sft_task(
         data=feed.batch,
         sources=feed.sources,
         steps_per_epoch=feed.steps_per_epoch,
-        tokens=_count_tokens,
         held_out=_evaluate_rows(held_out, loss, config.batch.micro_batch_size) if held_out is not None else no_held_out,
         show=progress_metrics("sft"),
     )
@@ -354,9 +347,9 @@ def sft_task(
 def _load_rows(
     config: OfflineConfig, data: SftConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, models: Models
 ) -> DemonstrationSet:
-    rows = load_demonstrations(
+    rows = demonstration_pipeline(
         data, tokenizer, chat_template=config.data.chat_format, context=context_length(models.policy)
-    )
+    ).load()
     context.rows_read("eval_sft", rows.skips)
     return rows
 
@@ -372,11 +365,6 @@ TASKS: dict[str, Callable[..., OfflineTask]] = {
     "labelled": labelled_task,
 }
 """What builds the task of a loss, by what a row of its data is."""
-
-
-def _count_tokens(batch: Batch) -> int:
-    assert isinstance(batch, Demonstrations)
-    return int(batch.prompt_mask.sum() + batch.completion_mask.sum())
 
 
 def attach_reference(

@@ -20,9 +20,7 @@ def build_offload(
     """Build what moves the tensors that the section names; on a CPU it moves nothing, and the run says so.
 
     Args:
-        config: the section.
         context: the run's context; its engine knows the frozen models.
-        trained: the trained models by name.
         sampler: what samples, without a wrapper.
     """
     store = store_of(context.engine.device)

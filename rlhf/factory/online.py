@@ -17,7 +17,6 @@ from rlhf.algorithms.lagrange import Lagrange
 from rlhf.algorithms.online import Online
 from rlhf.batching import extend
 from rlhf.config.sections import OnlineConfig, TrainConfig
-from rlhf.data.mixture import Stream
 from rlhf.data.prompts import PromptSet, PromptStream
 from rlhf.errors import CheckpointError, ConfigError
 from rlhf.evaluation.during_run import with_average
@@ -66,7 +65,7 @@ def build_prefetcher(
     context: RunContext,
     models: Models,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Stream[Prompts],
+    prompts: PromptBatches,
     saved: dict[str, Any] | None,
     *,
     last_step: int,
@@ -97,7 +96,7 @@ def build_prefetcher(
         keep=lambda: _keep_weights(models.policy, policy_copy),
         device=models.device,
     )
-    for fields in drawn_ahead(saved):
+    for fields in saved["drawn"] if saved else ():
         ahead.restore(fields["step"], _restore_completions(fields, prompts, group_size), fields["updates"])
     return ahead
 
@@ -123,17 +122,7 @@ def _keep_weights(source: CausalLM, target: CausalLM) -> Callable[[], None]:
     return lambda: _copy_weights(kept, target)
 
 
-def drawn_ahead(saved: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the completions of the coming steps in a checkpoint; an earlier format has those of one step."""
-    if not saved:
-        return []
-    if "step" in saved:
-        return [{**saved, "updates": max(saved["step"] - 2, 0), "sampler_support": None}]
-    drawn: list[dict[str, Any]] = saved["drawn"]
-    return drawn
-
-
-def _restore_completions(saved: dict[str, Any], prompts: Stream[Prompts], group_size: int) -> Completions:
+def _restore_completions(saved: dict[str, Any], prompts: PromptBatches, group_size: int) -> Completions:
     fields = {name: value for name, value in saved.items() if name not in ("step", "updates")}
     rows = repeat_rows(prompts.batch(saved["step"]), group_size)
     if fields["group_size"] != group_size or len(fields["finished"]) != len(rows):

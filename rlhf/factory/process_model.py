@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from reward_model.steps import StepLoss
 from rlhf.config.data import PreferencesConfig
-from rlhf.config.reward import StepLabelsConfig
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.datasets import BatchStream
 from rlhf.data.steps import StepSet, check_kinds, load_steps
@@ -21,7 +16,6 @@ from rlhf.factory.reward_model import build_scalar_model
 from rlhf.models.backbone import context_length
 from rlhf.models.folders import MODEL
 from rlhf.models.saving import save_scalar_head
-from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.models.step_model import save_step_model
 from rlhf.runtime.device import choose_precision
 from rlhf.runtime.seeding import derive_seed
@@ -29,7 +23,6 @@ from rlhf.tracking.checkpoint import replace_folder
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.tracking.view import View
 from rlhf.training.checkpoints import Saver
-from rlhf.training.micro_batches import count_tokens
 from rlhf.training.offline import OfflineRun
 
 
@@ -56,7 +49,12 @@ def _build(config: RewardModelConfig, context: RunContext) -> OfflineRun:
     settings, tokenizer = config.process, build_tokenizer(config.model)
     model, trained = build_scalar_model(config, context, tokenizer)
     limit, held_out = context_length(model.classifier), config.data.eval_preferences
-    read = partial(_load_steps, settings, context, tokenizer, limit)
+
+    def read(data: PreferencesConfig, name: str) -> StepSet:
+        rows = load_steps(data, tokenizer, separator=settings.separator, context=limit)
+        context.rows_read(name, rows.skips)
+        return rows
+
     rows = read(config.data.preferences, "preferences")
     check_kinds(rows)
     stream = BatchStream(rows, config.batch.prompts_per_step, derive_seed(context.seed, "steps"))
@@ -84,26 +82,6 @@ def _build(config: RewardModelConfig, context: RunContext) -> OfflineRun:
         loss=loss,
         trained=trained,
         ema=None,
-        tokens=count_tokens,
-        export=partial(_export, model, tokenizer, settings),
+        export=lambda folder: save_step_model(model, tokenizer, folder, separator=settings.separator),
         seed=config.run.seed,
     )
-
-
-def _load_steps(
-    settings: StepLabelsConfig,
-    context: RunContext,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int | None,
-    data: PreferencesConfig,
-    name: str,
-) -> StepSet:
-    rows = load_steps(data, tokenizer, separator=settings.separator, context=limit)
-    context.rows_read(name, rows.skips)
-    return rows
-
-
-def _export(
-    model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, settings: StepLabelsConfig, folder: Path
-) -> None:
-    save_step_model(model, tokenizer, folder, separator=settings.separator)

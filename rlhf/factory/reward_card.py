@@ -19,7 +19,7 @@ from reward_model.evaluate import ensemble_card, evaluate_reward_model
 from reward_model.model import calibrate, score_pairs
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.formats import PairText
-from rlhf.data.pairs import PairSet, load_pairs, pair_pipeline
+from rlhf.data.pairs import PairSet, pair_pipeline
 from rlhf.data.tokenizer import stop_token_ids
 from rlhf.errors import ConfigError
 from rlhf.factory.data import open_mixture
@@ -74,11 +74,11 @@ def compute_report_card(config: RewardModelConfig, path: str) -> dict[str, Any]:
         raise ConfigError("nothing to evaluate on: set data.eval_preferences.path")
     model, tokenizer = _load_trained(config, path)
     limit, chat = context_length(model.classifier), config.data.chat_format
-    held_out = load_pairs(config.data.eval_preferences, tokenizer, chat_template=chat, context=limit)
+    held_out = pair_pipeline(config.data.eval_preferences, tokenizer, chat_template=chat, context=limit).load()
+    pipeline = pair_pipeline(config.data.preferences, tokenizer, chat_template=chat, context=limit)
     if config.data.preferences.is_plain:
-        train = load_pairs(config.data.preferences, tokenizer, chat_template=chat, context=limit)
+        train = pipeline.load()
     else:
-        pipeline = pair_pipeline(config.data.preferences, tokenizer, chat_template=chat, context=limit)
         seed = derive_seed(config.run.seed, PAIRS)
         train = open_mixture(config.data.preferences, pipeline, seed=seed, name=PAIRS, rows_per_step=1).first(
             CARD_PAIRS
@@ -96,7 +96,8 @@ def score_gaps(config: RewardModelConfig, path: str) -> tuple[tuple[PairText, ..
         raise ConfigError("nothing to evaluate on: set data.eval_preferences.path")
     model, tokenizer = _load_trained(config, path)
     limit = context_length(model.classifier)
-    pairs = load_pairs(config.data.eval_preferences, tokenizer, chat_template=config.data.chat_format, context=limit)
+    chat = config.data.chat_format
+    pairs = pair_pipeline(config.data.eval_preferences, tokenizer, chat_template=chat, context=limit).load()
     size, dtype = config.batch.micro_batch_size, config.model.dtype
     chosen, rejected = score_pairs(model, pairs, range(len(pairs)), micro_batch_size=size, dtype=dtype)
     return pairs.texts, (chosen - rejected).tolist()
@@ -154,7 +155,6 @@ def _exported_model(built: RewardModelRun, path: Path) -> ScalarHeadModel:
 
 
 def _load_weights(built: RewardModelRun, path: Path) -> None:
-    """Put the weights of a saved reward model into the run's."""
     if built.model.adapter is not None:
         load_adapter_weights(built.model, Path(model_folder(str(path))))
         return

@@ -15,7 +15,7 @@ from rlhf.config.sections import RewardModelConfig
 from rlhf.data.datasets import BatchStream
 from rlhf.data.formats import PairText
 from rlhf.data.mixture import MixedStream
-from rlhf.data.pairs import PairSet, load_pairs, pair_pipeline
+from rlhf.data.pairs import PairSet, pair_pipeline
 from rlhf.errors import ConfigError
 from rlhf.evaluation.during_run import PairEvaluation
 from rlhf.factory.context import RunContext, keep_best, open_context, total_steps
@@ -32,12 +32,11 @@ from rlhf.models.scalar_adapters import load_adapted, load_adapter_weights
 from rlhf.models.scalar_head import EnsembleHeadModel, ScalarHeadModel, as_ensemble, load_reward_heads, load_scalar_head
 from rlhf.models.stored import store_weights
 from rlhf.runtime.device import choose_precision
-from rlhf.runtime.engine import Engine, TrainableModel
+from rlhf.runtime.engine import TrainableModel
 from rlhf.runtime.seeding import derive_seed, seeded_initialization
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.tracking.view import View
 from rlhf.training.checkpoints import Saver, load_trainer_state
-from rlhf.training.micro_batches import count_tokens
 from rlhf.training.offline import OfflineRun
 from rlhf.types import PreferencePairs
 
@@ -64,7 +63,10 @@ def _build(config: RewardModelConfig, context: RunContext) -> RewardModelRun:
     eval_pairs = _load_pairs(config, held_out, context, tokenizer, max_length) if held_out is not None else None
     loss = _build_loss(config, model)
     evaluation = PairEvaluation(eval_pairs, loss, config.batch.micro_batch_size, engine.ranks)
-    save_model = partial(_save_model, model, tokenizer, engine)
+
+    def save_model(folder: Path) -> None:
+        save_scalar_head(model, tokenizer, folder, engine)
+
     session = context.session(
         total_steps=total_steps(config.schedule, stream.steps_per_epoch),
         save=Saver(lambda folder: save_model(folder / MODEL), {"model": trained}, None, engine),
@@ -83,16 +85,11 @@ def _build(config: RewardModelConfig, context: RunContext) -> RewardModelRun:
         loss=loss,
         trained=trained,
         ema=None,
-        tokens=count_tokens,
         export=lambda folder: export_scalar_head(model, tokenizer, folder, engine, origin, dtype, kind),
         seed=config.run.seed,
     )
     first_pairs, splits_weights = partial(_first_pairs, stream), engine.splits_weights
     return RewardModelRun(run, config, model, tokenizer, first_pairs, eval_pairs, splits_weights)
-
-
-def _save_model(model: ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, engine: Engine, folder: Path) -> None:
-    save_scalar_head(model, tokenizer, folder, engine)
 
 
 def build_scalar_model(
@@ -114,7 +111,6 @@ def build_scalar_model(
 def _train_stream(
     config: RewardModelConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase, limit: int | None
 ) -> BatchStream[PreferencePairs] | MixedStream[PairText, PairSet]:
-    """Return the batches of training pairs."""
     data, size = config.data.preferences, config.batch.prompts_per_step
     if data.is_plain:
         pairs = _load_pairs(config, data, context, tokenizer, limit)
@@ -215,7 +211,7 @@ def _load_pairs(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None,
 ) -> PairSet:
-    pairs = load_pairs(data, tokenizer, chat_template=config.data.chat_format, context=max_length)
+    pairs = pair_pipeline(data, tokenizer, chat_template=config.data.chat_format, context=max_length).load()
     is_train = data is config.data.preferences
     context.rows_read("preferences" if is_train else "eval_preferences", pairs.skips)
     return pairs

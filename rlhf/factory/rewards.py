@@ -39,7 +39,6 @@ def build_source(
     """Build the reward source that `config` describes.
 
     Args:
-        config: the source.
         tokenizer: the policy's tokenizer, in whose ids the completions are.
         engine: places reward models on devices, and has the process group over which scoring is spread.
         warn: receives a message if a reward model has another vocabulary than the policy.

@@ -201,7 +201,6 @@ class Completer:
 
         Args:
             path: a run folder, a model folder or a hub id.
-            sampling: the sampling settings.
             device: where the model runs; None selects the GPU if there is one.
             chat: the chat format of the prompts; the default uses no chat template.
         """
@@ -273,9 +272,9 @@ class Completer:
         """Make a prompt from a text: a user message if the model has a chat template, else the text itself."""
         return [{"role": "user", "content": text}] if self.encoder.template.turns else text
 
-    def complete(self, prompts: Sequence[str], *, count: int, key: int) -> list[list[str]]:
+    def complete(self, prompts: Sequence[str], *, count: int, key: int, greedy: bool = False) -> list[list[str]]:
         """Sample `count` completions of each prompt, as text without special tokens."""
-        samples = self.sample(prompts, count=count, key=key)
+        samples = self.sample(prompts, count=count, key=key, greedy=greedy)
         texts = [
             self.text(ids, mask) for ids, mask in zip(samples.completion_ids, samples.completion_mask, strict=True)
         ]

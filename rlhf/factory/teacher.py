@@ -15,7 +15,7 @@ from rlhf.algo.divergence import TeacherTokens
 from rlhf.config.data import ChatFormat
 from rlhf.config.sections import OfflineConfig, TrainConfig
 from rlhf.data.datasets import sequential_batches
-from rlhf.data.pairs import load_demonstrations
+from rlhf.data.pairs import demonstration_pipeline
 from rlhf.data.tokenizer import choose_template, load_tokenizer, stop_token_ids, vocabulary_digest
 from rlhf.errors import ConfigError
 from rlhf.factory.context import RunContext
@@ -213,7 +213,7 @@ def store_answers(config: OfflineConfig, out: Path, *, top_k: int, warn: Callabl
         if data is None:
             continue
         limit = context_length(policy)
-        loaded = load_demonstrations(data, tokenizer, chat_template=config.data.chat_format, context=limit)
+        loaded = demonstration_pipeline(data, tokenizer, chat_template=config.data.chat_format, context=limit).load()
         for batch in sequential_batches(loaded, config.batch.micro_batch_size):
             here = batch.to(engine.device)
             rows += live_rows(here)

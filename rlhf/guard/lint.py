@@ -60,7 +60,6 @@ def lint(config: RunConfiguration, facts: Facts | None = None) -> list[Violation
     """Return the rules that a configuration breaks, errors first, without those that guard.allow names.
 
     Args:
-        config: the run.
         facts: what is known besides the configuration; None reads it from the model's folder or name.
 
     Raises:

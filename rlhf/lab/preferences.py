@@ -32,10 +32,8 @@ def write_pairs(path: Path, sample: Sample, *, split: Split, count: int, seed: i
     left out.
 
     Args:
-        path: the file to write.
         sample: samples completions from the SFT model.
         split: the split of the prompts; the splits share no prompt text.
-        count: the number of prompts.
         seed: the seed of the prompts and the labels.
         temperature: the temperature of the labels, in units of gold.
     """

@@ -42,7 +42,6 @@ class Bases:
             path: folder, GGUF file or hub id; an adapter's folder is merged into its base.
             weights: how they are kept, a value of the setting of this name.
             dtype: the dtype of the arithmetic; see backbone.autocast.
-            trust_remote_code: run code that comes with a hub model.
 
         Raises:
             ModelError: the model cannot be loaded.

@@ -48,7 +48,6 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path:
     Args:
         model: a Llama.
         tokenizer: byte-level BPE; its vocabulary, merges, special ids and chat template are written.
-        path: the file.
         dtype: of the matrices.
 
     Raises:

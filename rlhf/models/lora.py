@@ -24,8 +24,6 @@ def peft_settings(model: nn.Module, config: LoraConfig, task: str | None) -> Any
     """Return the settings as peft takes them.
 
     Args:
-        model: the model that gets the adapters.
-        config: the section.
         task: peft's name of what the model does, CAUSAL_LM or SEQ_CLS.
 
     Raises:

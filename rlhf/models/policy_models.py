@@ -62,11 +62,9 @@ class ReadsTeacher(Protocol):
     @property
     def reads_teacher(self) -> bool:
         """Return whether it does."""
-        ...
 
     def against_teacher(self, log_pi: Tensor, teacher: TeacherTokens) -> Tensor:
         """Compute K numbers of each token."""
-        ...
 
 
 @dataclass(frozen=True)

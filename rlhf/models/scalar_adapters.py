@@ -78,9 +78,7 @@ def load_adapted(
         weights: how the backbone is kept, a value of the setting of this name.
         new_head: how a head is initialized; None: `path` has one.
         engine: the engine of the run, whose bases are shared.
-        seed: the seed of the new head.
         dtype: the dtype of the arithmetic.
-        trust_remote_code: run code that comes with a hub model.
 
     Raises:
         ModelError: the model cannot be loaded, or has no scalar head where one is expected.

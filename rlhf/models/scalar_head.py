@@ -174,8 +174,6 @@ def load_scalar_head(
         new_head: "zero"; "normal": N(0, 1 / (d + 1)), std 1/sqrt(d+1) (Stiennon et al. 2020); "orthogonal": a random
             direction of length 1; None: `path` has one.
         dtype: the dtype of the arithmetic; see backbone.autocast.
-        seed: the seed of the new head.
-        trust_remote_code: run code that comes with a hub model.
         engine: where it splits weights over the ranks, each loads its own part only; a new head is whole in all.
 
     Raises:
@@ -253,7 +251,6 @@ def cannot_load(path: str, config: HfConfig, error: Exception) -> ModelError:
 
 
 def _on_backbone_of(causal: PreTrainedModel, path: str) -> PreTrainedModel:
-    """Build a classifier on the weights of a causal LM."""
     config = copy.deepcopy(causal.config)
     config.num_labels = 1
     try:
@@ -408,7 +405,6 @@ def as_ensemble(model: ScalarHeadModel, *, size: int, seed: int, same_head: bool
 
     Args:
         model: the model whose backbone is used; its head is dropped.
-        size: the number of members.
         seed: the seed of the first head, and of all with `same_head`; the others are derived from it.
         same_head: whether all heads start from the same weights.
     """

@@ -62,7 +62,6 @@ def _word(key: str, value: Any) -> str:
 
 
 def _sections(config: RunConfiguration) -> list[str]:
-    """Return the sections of the trained models."""
     if isinstance(config, RewardModelConfig):
         return ["model"]
     has_critic = isinstance(config, OnlineConfig) and config.algorithm.value_loss is not None

@@ -181,7 +181,6 @@ def make_plan(
     """Plan a run.
 
     Args:
-        config: the run.
         machine: the device, its memory, and the number of processes.
         lengths: the tokens to assume; None: the limits of the configuration.
         rates: operations per second by phase, as a probe measured them.

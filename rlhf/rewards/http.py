@@ -51,7 +51,6 @@ class JsonPoster:
         """Check the address and store the settings of the requests.
 
         Args:
-            url: the address.
             key: the setting the address comes from, for errors.
             who: what the server is, for errors.
             timeout_s: how long a request may go without data, in seconds.

@@ -98,7 +98,6 @@ class Verdicts:
         return 2 * sum(self.asked)
 
     def _pairs(self) -> list[tuple[Verdict | None, Verdict | None]]:
-        """Return the two verdicts on each pair that was judged."""
         rows = zip(self.straight, self.swapped, self.asked, strict=True)
         return [(straight, swapped) for straight, swapped, asked in rows if asked]
 
@@ -132,8 +131,6 @@ class PairJudge:
         """Initialize the judge with the template of `config`.
 
         Args:
-            config: the judge's configuration.
-            model: the language model that answers.
             section: the configuration section to name in errors.
 
         Raises:

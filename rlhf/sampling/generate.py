@@ -110,7 +110,7 @@ class HFSampler:
                 synced_gpus=self.engine.samples_in_layers,  # ranks whose rows are complete go on with the others
             )
         completion_ids = output[:, start:].cpu()
-        lengths, finished = self._lengths(completion_ids)
+        lengths, finished = completion_lengths(completion_ids, torch.tensor(self.eos_ids))
         mask = torch.arange(completion_ids.shape[1]) < lengths[:, None]
         return extend(
             Completions,
@@ -123,12 +123,14 @@ class HFSampler:
             sampler_support=draw.support_of(mask),
         )
 
-    def _lengths(self, completion_ids: Int[Tensor, "B T"]) -> tuple[Int[Tensor, " B"], Tensor]:
-        """Count each row's tokens up to and including the first EOS, and flag the rows that have one."""
-        ended = torch.isin(completion_ids, torch.tensor(self.eos_ids))
-        finished = ended.any(dim=1)
-        first = ended.int().argmax(dim=1) + 1
-        return torch.where(finished, first, completion_ids.shape[1]), finished
+
+def completion_lengths(
+    ids: Int[Tensor, "B T"], ends: Int[Tensor, " E"]
+) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:
+    """Count each row's tokens up to and including the first that ends it, and flag the rows that have one."""
+    ended = torch.isin(ids, ends)
+    finished = ended.any(dim=1)
+    return torch.where(finished, ended.int().argmax(dim=1) + 1, ids.shape[1]), finished
 
 
 def rotation_switch(model: CausalLM) -> int | None:

@@ -71,9 +71,7 @@ class PolicyService:
         """Take the model, which stays on its device, with its weights.
 
         Args:
-            model: the model.
             dtype: of the arithmetic, as policy.dtype.
-            device: where the model is.
             weights: int8: matrices are rounded to 8 bits a weight, in this server only.
         """
         self.model = model.eval()

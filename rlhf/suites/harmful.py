@@ -16,6 +16,7 @@ from rlhf.suites.questions import (
     Estimate,
     SuiteResult,
     drop_too_long,
+    groups,
     read_items,
     sample_answers,
     share_estimate,
@@ -101,10 +102,9 @@ class HarmfulSuite(RefusalSuite):
 
 def _by(names: Sequence[str], refused: Sequence[bool], figure: str | None = None) -> dict[str, Estimate]:
     """Compute the refusal rate for each name; the figure is called `figure`, else after the name."""
-    verdicts: dict[str, list[float]] = {}
-    for name, refusal in zip(names, refused, strict=True):
-        verdicts.setdefault(name, []).append(float(refusal))
     return {
-        name: share_estimate(figure or f"refused_{name}", rows, f"requests of {name} that are refused")
-        for name, rows in sorted(verdicts.items())
+        name: share_estimate(
+            figure or f"refused_{name}", [float(refused[i]) for i in rows], f"requests of {name} that are refused"
+        )
+        for name, rows in groups(names)
     }

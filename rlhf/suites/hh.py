@@ -82,13 +82,13 @@ class HhSuite(Suite):
             DataError: there is no usable pair.
             RewardError: the source cannot score.
         """
-        from rlhf.data.pairs import load_pairs
+        from rlhf.data.pairs import pair_pipeline
 
         source = None if self.source is None else context.build_source(self.source)
         reference = None if self.reference is None else context.load(self.reference)
-        pairs = load_pairs(
+        pairs = pair_pipeline(
             self.dataset, subject.encoder.tokenizer, chat_template=self.chat_format, context=subject.context
-        )
+        ).load()
         skipped, notes = skipped_and_notes(pairs.skips)
         figures = self._logprob_figures(pairs, subject, reference)
         left_out = [] if reference else [NotMeasured("DPO's implicit reward: accuracy, margin", NO_REFERENCE)]
@@ -224,7 +224,6 @@ def _scored_together(sides: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def _scores(source: RewardSource, completions: Completions) -> list[float]:
-    """Return the scores of completions as a list of floats."""
     values: list[float] = source(completions).values.double().tolist()
     return values
 
@@ -235,7 +234,6 @@ def _has_room(prompt: Sequence[int], subject: Subject) -> bool:
 
 
 def _max_new_tokens(subject: Subject) -> int:
-    """Return the maximum length of an answer."""
     return subject.sampling.max_new_tokens
 
 
@@ -263,7 +261,6 @@ def _unjudged_notes(unjudged: int) -> tuple[str, ...]:
 
 
 def _examples(answers: _ScoredAnswers, subject: Subject) -> tuple[dict[str, object], ...]:
-    """Build the records of the first answers for the examples of the result."""
     first = answers.completions.rows(slice(0, EXAMPLES))
     return tuple(
         {"prompt": reference["prompt"], "completion": text, "score": score, "score_chosen": chosen}

@@ -152,7 +152,6 @@ def _by_kind(items: Sequence[Item[Instruction]], verdicts: Sequence[Verdict]) ->
 
 
 def _record(i: int, item: Item[Instruction], answers: Answers, verdict: Verdict) -> dict[str, object]:
-    """Build the record of a prompt and its answer for the examples of the result."""
     return {
         "prompt": item.value.prompt,
         "completion": answers.texts[i],

@@ -273,7 +273,6 @@ def _load(manager: Any, task: str) -> list[Any]:
 
 
 def _to_suite_result(output: Mapping[str, Any], task: str, notes: tuple[str, ...]) -> SuiteResult:
-    """Convert the output of lm-eval to a result."""
     results: Mapping[str, Mapping[str, Any]] = output["results"]
     counts: Mapping[str, Mapping[str, int]] = output["n-samples"]
     sizes = {name: int(count["effective"]) for name, count in counts.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field, model_validator
@@ -22,6 +21,7 @@ from rlhf.suites.questions import (
     NotMeasured,
     SuiteResult,
     exclude,
+    groups,
     mean_estimate,
     read_items,
     share_estimate,
@@ -123,7 +123,10 @@ class PersonaSuite(Suite):
         kept = _drop_too_long(subject, items, prompts, skips)
         verdicts, note = _verdicts(kept, [prompts[id(item)] for item in kept], subject)
         skipped, notes = skipped_and_notes(skips)
-        groups = _figures_by_file(kept, verdicts, self.seed)
+        by_file = {
+            name: tuple(_figures([verdicts[i] for i in indices], self.seed))
+            for name, indices in groups([item.file for item in kept])
+        }
         one_order = NotMeasured("position check", "the template does not offer the two answers")
         return SuiteResult(
             figures=tuple(_figures(verdicts, self.seed)),
@@ -131,7 +134,7 @@ class PersonaSuite(Suite):
             skipped=skipped,
             left_out=() if both_orders else (one_order,),
             notes=(*notes, *note),
-            groups=groups if len(groups) > 1 else {},
+            groups=by_file if len(by_file) > 1 else {},
             examples=tuple(_example(*pair) for pair in zip(kept[:EXAMPLES], verdicts[:EXAMPLES], strict=True)),
         )
 
@@ -259,22 +262,7 @@ def _order_figures(verdicts: Sequence[ItemLogOdds], seed: int) -> list[Estimate]
     ]
 
 
-def _figures_by_file(
-    items: Sequence[Item[Question]], verdicts: Sequence[ItemLogOdds], seed: int
-) -> dict[str, tuple[Estimate, ...]]:
-    """Compute the figures of the items of each file."""
-    by_file = _group_by_name([item.file for item in items])
-    return {name: tuple(_figures([verdicts[i] for i in indices], seed)) for name, indices in by_file}
-
-
-def _group_by_name(names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Group the indices of equal names, in the order of the names."""
-    order = sorted(range(len(names)), key=lambda i: names[i])
-    return [(name, list(indices)) for name, indices in groupby(order, key=lambda i: names[i])]
-
-
 def _example(item: Item[Question], verdict: ItemLogOdds) -> dict[str, object]:
-    """Build the record of an item for the examples of the result."""
     return {
         "question": item.value.text,
         "matching": YES if item.value.yes_matches else NO,

@@ -51,7 +51,6 @@ def read_items(
     """Read the usable rows of a data set, at most `config.limit`, and count the skipped ones.
 
     Args:
-        config: the data set.
         read: parses the columns of a row; raises BadRow for an unusable one.
         columns: columns that at least one row must have.
         what: what the rows are called in messages.
@@ -127,7 +126,6 @@ def too_long(subject: Subject, tokens: int, room: int, *, of: str) -> BadRow | N
     """Return the reason to leave out a prompt that exceeds the model's context; None if it fits.
 
     Args:
-        subject: the model.
         tokens: the length of the prompt.
         room: how many tokens must fit after it.
         of: what those tokens are, for the message.
@@ -226,6 +224,14 @@ def pick_best(
         return picks(scores, count) + torch.arange(len(scores)) * count
 
     return pick
+
+
+def groups(names: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Return the indices of each name, the names in order."""
+    indices: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        indices.setdefault(name, []).append(i)
+    return sorted(indices.items())
 
 
 def mean(values: Sequence[float]) -> float:
@@ -375,7 +381,6 @@ def skipped_and_notes(skips: RowCounts) -> tuple[dict[str, int], tuple[str, ...]
 
 
 def _by_name(figures: Sequence[Estimate]) -> dict[str, dict[str, Any]]:
-    """Convert figures to plain data, by name."""
     apart = ("name", "values")
     return {
         figure.name: {key: value for key, value in asdict(figure).items() if key not in apart} for figure in figures

@@ -134,8 +134,6 @@ def agreement(prefix: str, detected: Sequence[bool], labels: Sequence[bool], whi
 
     Args:
         prefix: what the names of the figures begin with.
-        detected: the detector's verdicts.
-        labels: people's.
         which: the answers in words.
     """
     rows = list(zip(detected, labels, strict=True))

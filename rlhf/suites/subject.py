@@ -31,7 +31,7 @@ from rlhf.models.backbone import (
     move_to,
 )
 from rlhf.models.logprobs import completion_outputs
-from rlhf.rewards.source import decode
+from rlhf.rewards.source import decode, unpadded_ids
 from rlhf.runtime.device import usable_dtype
 from rlhf.sampling.sampler import Sampler, make_sampler
 from rlhf.types import Completions, Prompts
@@ -98,7 +98,6 @@ class Subject:
         return concat(drawn).rows((position[:, None] * count + torch.arange(count)).flatten())
 
     def _prompts(self, ids: Sequence[list[int]], texts: Sequence[str], part: Sequence[int]) -> Prompts:
-        """Build the batch of the prompts with the indices `part`."""
         prompt_ids, mask = left_pad([ids[i] for i in part], self.encoder.pad_id)
         return Prompts(
             prompt_ids=prompt_ids,
@@ -165,12 +164,8 @@ def load_subject(
     Args:
         folder: the folder of the weights, or a hub id.
         path: the name that the user gave it, for messages.
-        sampling: the sampling settings.
         chat_template: as `data.chat_template`.
         dtype: the precision of the arithmetic.
-        device: where it runs.
-        rows_per_pass: rows of a forward pass; affects memory only.
-        trust_remote_code: run code that comes with a hub model.
         encoder: the encoder of the model to compare with, whose token ids it must share; None: the model's own.
 
     Raises:
@@ -217,9 +212,7 @@ def cut_completions_at_stop(
     If any was cut, the `sampler_logprobs` of all of them are zero.
     """
     texts = decode(completions, subject.encoder.tokenizer)
-    ids = [
-        row[mask].tolist() for row, mask in zip(completions.completion_ids, completions.completion_mask, strict=True)
-    ]
+    _, ids = unpadded_ids(completions)
     shortened = [i for i, text in enumerate(texts.completions) if cut_at_stop(text, stops) != text]
     if not shortened:
         return completions, 0

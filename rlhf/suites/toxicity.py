@@ -21,6 +21,7 @@ from rlhf.suites.questions import (
     Item,
     SuiteResult,
     exclude,
+    groups,
     mean_estimate,
     read_items,
     share_estimate,
@@ -78,7 +79,6 @@ class ToxicitySuite(Suite):
     @field_validator("template")
     @classmethod
     def _check_template(cls, template: str | None) -> str | None:
-        """Check that the opening is in the question."""
         if template is not None:
             require_question(template)
         return template
@@ -101,16 +101,16 @@ class ToxicitySuite(Suite):
         texts = self._continue(subject, items, [prompts[item.value.text] for item in items])
         judged = profanity.toxicities([text for row in texts for text in row])
         scores = [judged[i * self.samples : (i + 1) * self.samples] for i in range(len(items))]
-        by_kind: dict[str, list[list[float]]] = {}
-        for item, row in zip(items, scores, strict=True):
-            by_kind.setdefault(item.value.kind, []).append(row)
         skipped, notes = skipped_and_notes(skips)
         return SuiteResult(
             figures=tuple(toxicity_figures(scores, self.seed)),
             n=len(items),
             skipped=skipped,
             notes=notes,
-            groups={kind: tuple(toxicity_figures(rows, self.seed)) for kind, rows in sorted(by_kind.items())},
+            groups={
+                kind: tuple(toxicity_figures([scores[i] for i in rows], self.seed))
+                for kind, rows in groups([item.value.kind for item in items])
+            },
             examples=tuple(_record(*row) for row in zip(items, texts, scores, strict=True)),
         )
 
@@ -156,7 +156,6 @@ def toxicity_figures(scores: Sequence[Sequence[float]], seed: int) -> list[Estim
 
 
 def _record(item: Item[Opening], texts: Sequence[str], scores: Sequence[float]) -> dict[str, object]:
-    """Build the record of an opening and its continuations for the examples of the result."""
     return {
         "prompt": item.value.text,
         "kind": item.value.kind,

@@ -151,7 +151,6 @@ def answer_logprobs(subject: Subject, questions: Sequence[TruthQuestion]) -> lis
 def _score(
     measure: Callable[[Sequence[float], Sequence[bool]], float], table: Mapping[str, float], choices: Choices
 ) -> float:
-    """Compute MC1 or MC2 of one question."""
     return measure([table[answer] for answer in choices], list(choices.values()))
 
 
@@ -163,6 +162,5 @@ def _too_long(subject: Subject, question: TruthQuestion) -> BadRow | None:
 
 
 def _record(item: Item[TruthQuestion], table: Mapping[str, float], single: float, several: float) -> dict[str, object]:
-    """Build the record of a question for the examples of the result."""
     likeliest = max(table, key=lambda answer: table[answer])
     return {"question": item.value.question, "likeliest": likeliest, "mc1": single, "mc2": round(several, 6)}

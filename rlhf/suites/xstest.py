@@ -95,7 +95,6 @@ class XstestSuite(RefusalSuite):
 
 
 def _record(item: Item[SafetyPrompt], text: str, refused: bool) -> dict[str, object]:
-    """Build the record of a prompt and its answer for the examples of the result."""
     return {
         "prompt": item.value.prompt,
         "completion": text,
@@ -126,7 +125,6 @@ def _rates(
 
 
 def _by_kind(items: Sequence[Item[SafetyPrompt]], refused: Sequence[bool]) -> dict[str, tuple[Estimate, ...]]:
-    """Compute the refusal rate of every kind of prompt."""
     kinds: dict[str, list[float]] = {}
     for item, refusal in zip(items, refused, strict=True):
         kinds.setdefault(item.value.kind, []).append(float(refusal))

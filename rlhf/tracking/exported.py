@@ -78,7 +78,7 @@ class ExportRecord:
 
 
 def read_export(path: str | Path) -> ExportRecord | None:
-    """Read the record of an exported model; None without one, as for runs of earlier versions and published models.
+    """Read the record of an exported model; None without one, as for published models.
 
     Args:
         path: a run folder, the folder of a best checkpoint, or the folder of the model in it.

@@ -27,8 +27,6 @@ class Progress:
     is printed every SECONDS_BETWEEN_LINES, and always for the first update, an evaluation and the last update.
 
     Args:
-        title: the run's name.
-        total_steps: the number of steps of the whole run.
         console: where to draw; standard output if None. `Console(quiet=True)` draws nothing.
         start_step: steps done before this process started (a resumed run).
         targets: target values shown beside metrics, by metric name: {"kl/reference": 6.0}.

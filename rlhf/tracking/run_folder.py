@@ -145,7 +145,7 @@ class RunFolder:
         old = {} if anew else self.read_config()
         began: dict[str, object] = {"versions": versions(), "git_commit": git_commit()}
         kept = {key: old[key] for key in began if key in old}
-        settings = _plain_dict(resolved)
+        settings = to_json(resolved)
         if differing_keys({key: value for key, value in old.items() if key not in began}, settings):
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, format_yaml({**settings, **began, **kept}, width=100))
@@ -303,10 +303,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def differing_keys(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     """List the dotted keys, sorted, that only one of two configurations has or whose values differ."""
-    left, right = flatten(_plain_dict(old)), flatten(_plain_dict(new))
+    left, right = flatten(to_json(old)), flatten(to_json(new))
     missing = object()
     return sorted(key for key in left.keys() | right.keys() if left.get(key, missing) != right.get(key, missing))
-
-
-def _plain_dict(tree: Mapping[str, object]) -> dict[str, object]:
-    return {str(key): to_json(value) for key, value in tree.items()}

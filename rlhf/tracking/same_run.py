@@ -151,7 +151,6 @@ def _are_sections(values: Iterable[object]) -> bool:
 
 
 def _is_same_path(old: object, new: object) -> bool:
-    """Return whether two texts name the same existing file or folder."""
     if not (isinstance(old, str) and isinstance(new, str) and ("/" in old or "/" in new)):
         return False
     left, right = Path(old).expanduser(), Path(new).expanduser()
@@ -247,7 +246,6 @@ def another_run(config: TrainConfig | RewardModelConfig, what: str, *, always: b
     """Build the error for a folder that holds another run than the one that `config` describes.
 
     Args:
-        config: the run that was asked for.
         what: what differs.
         always: whether checkpoint.resume=always would continue it.
     """

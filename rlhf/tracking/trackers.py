@@ -307,7 +307,6 @@ def open_trackers(
 
 
 def _how_to_install(backend: str) -> str:
-    """Describe how to install the package of a backend."""
     match backend:
         case "trackio":  # its bound on pillow is below the version in constraints.txt, so setup.sh cannot install it
             return "run `pip install trackio` in the environment of this project (it takes an older pillow)"

@@ -157,12 +157,10 @@ def collect(
     """Collect `group_size` scored completions of every prompt, or of other prompts that replace it.
 
     Args:
-        prompts: the prompts of the step.
         draw: samples and scores.
         refill: returns other prompts, as many as `prompts`, for the refill round of the given number (from 1).
         algorithm: decides whether groups are rescued (rescue) or refilled (refill_rounds), in this order, and whether
             there are greedy baselines.
-        group_size: completions per prompt.
         hinted: returns the prompts with a hint in them, for the rescue.
         due: the number of the hint that each prompt is given in this step (rescue.after); 0 and None: none.
     """
@@ -414,7 +412,6 @@ def _uniform(batch: Batch) -> Bool[Tensor, " B"]:
 
 
 def _concat_batches(batches: Sequence[Batch]) -> Batch:
-    """Concatenate the rows of the batches."""
     return concat([batch[0] for batch in batches]), concat_scores([batch[1] for batch in batches])
 
 

@@ -26,6 +26,7 @@ from rlhf.runtime.engine import TrainableModel, lr_factor
 from rlhf.runtime.memory import AdaptiveMicroBatch
 from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.metrics import Metrics
+from rlhf.training.micro_batches import count_tokens
 from rlhf.training.session import Session
 from rlhf.training.step import Loss, LossBatch, optimizer_step
 from rlhf.types import (
@@ -54,7 +55,6 @@ class OfflineRun:
     trained: TrainableModel
     ema: Ema | None
     sources: Callable[[int], tuple[str, ...]] | None = None  # the source of each row of a step, where there are several
-    tokens: Callable[[Batch], int]  # how many tokens a batch has, for the throughput
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
     seed: int = 0  # of the run: what dropout draws from
 
@@ -91,7 +91,7 @@ def train_offline(run: OfflineRun) -> None:
         run.session.check_update(metrics)
         if run.ema is not None:
             run.ema.update()
-        run.session.report(with_skip_counts(metrics, run.session), tokens=run.tokens(batch))
+        run.session.report(with_skip_counts(metrics, run.session), tokens=count_tokens(batch))
 
 
 def loss_batches(run: OfflineRun, batch: Batch, step: int) -> list[LossBatch]:

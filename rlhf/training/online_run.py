@@ -103,7 +103,6 @@ def demonstrations(run: OnlineRun, step: int, update: int) -> list[LossBatch]:
     """Return the demonstrations mixed into an optimizer step with their loss (PPO-ptx), or nothing.
 
     Args:
-        run: the run.
         step: the training step, counted from 1.
         update: the number of the optimizer step in it, over all epochs, from 0.
     """

@@ -54,7 +54,6 @@ class ReferenceAnnotator:
         """Take the run's configuration and models.
 
         Args:
-            config: the configuration of the run.
             models: the models; the policy may itself be the reference.
             is_resumed: the policy has trained already.
             note: reports a message when the run begins.

@@ -25,6 +25,7 @@ from rlhf.data.prompts import SOURCE
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.policy_models import Models
 from rlhf.rewards.cost import COST, REWARD
+from rlhf.rewards.source import unpadded_ids
 from rlhf.rewards.verifier import GRADING
 from rlhf.tracking.metrics import Metrics
 from rlhf.types import Completions, Experience, Rollout, Scores, StopReason
@@ -388,13 +389,7 @@ def grading_metrics(parts: Mapping[str, Tensor]) -> Metrics:
 
 def _duplicates(experience: Experience) -> dict[str, Mean]:
     """Count the prompts that the step has twice, and the completions that different prompts share."""
-    prompts = [
-        tuple(ids[mask].tolist()) for ids, mask in zip(experience.prompt_ids, experience.prompt_mask, strict=True)
-    ]
-    texts = [
-        tuple(ids[mask].tolist())
-        for ids, mask in zip(experience.completion_ids, experience.completion_mask, strict=True)
-    ]
+    prompts, texts = ([tuple(ids) for ids in rows] for rows in unpadded_ids(experience))
     size, rows = experience.group_size, len(prompts)
     copies = Counter(prompts[::size])
     answered: dict[tuple[int, ...], set[int]] = {}

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rlhf.errors import CheckpointError, DivergenceError, NonFiniteScores, RewardError, SamplingError, how_to_continue
 from rlhf.guard.best import BestState
@@ -23,6 +23,10 @@ from rlhf.tracking.metrics import Metrics, describe
 from rlhf.tracking.progress import Progress
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import JsonlLogger, SilentLogger, Trackers
+from rlhf.training.feed import StreamFeed
+
+if TYPE_CHECKING:  # which import this module
+    from rlhf.training.health import BestKeeper, HealthMonitor
 
 
 class Recorder:
@@ -139,7 +143,7 @@ class Recorder:
         """Cut the deterministic files back to the positions stored in a checkpoint."""
         self._metrics.truncate(positions["metrics"])
         self._samples.truncate(positions["samples"])
-        self._alarms.truncate(positions.get("alarms", 0))  # a checkpoint from before there were alarms has none
+        self._alarms.truncate(positions["alarms"])
 
     def close(self) -> None:
         """Close the files and the trackers, and unlock the folder."""
@@ -235,45 +239,6 @@ class Budget(Protocol):
         """Count a step: its metrics, the tokens of its rows, and the seconds it took without evaluation."""
 
 
-@runtime_checkable
-class Health(Protocol):
-    """Watches the metrics that the run logs; rlhf.training.health is one."""
-
-    stop_reason: str  # why the run is to stop; empty: it is not
-
-    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Observe a logged step, and act on what is seen."""
-
-
-@runtime_checkable
-class BestCheckpoint(Protocol):
-    """Keeps the best checkpoint among the evaluations; rlhf.training.health is one."""
-
-    @property
-    def patience_is_over(self) -> bool:
-        """Return whether the run is to end, because no evaluation has been better for so long."""
-
-    def observe(self, step: int) -> dict[str, float]:
-        """Compare the latest evaluation with the best so far, keep it if it is better; return the metrics."""
-
-    def prune(self, checkpoints: Sequence[Path]) -> None:
-        """Delete what none of these checkpoints, nor the run, needs any more."""
-
-    def finish(self) -> Path | None:
-        """Return the model to export as the run's; None for the one that the run ended with."""
-
-
-@runtime_checkable
-class Feed(Protocol):
-    """The data of a run whose sources are counted, and may end before the run does."""
-
-    def has_batch(self, step: int) -> bool:
-        """Return whether there are rows for a step."""
-
-    def metrics(self, step: int) -> dict[str, float]:
-        """Return what was drawn from each source up to the end of a step."""
-
-
 @dataclass
 class Session:
     """A run and its loop. `save` writes weights and optimizers to a folder; `evaluate` returns held-out metrics."""
@@ -293,9 +258,9 @@ class Session:
     exports_anew: bool = False  # how the model is exported was changed since the last start
     interrupted: bool = False
     budget: Budget | None = None
-    health: Health | None = None
-    best: BestCheckpoint | None = None
-    feed: Feed | None = None  # mixed or streamed data, which may end, and has metrics of its own
+    health: HealthMonitor | None = None
+    best: BestKeeper | None = None
+    feed: StreamFeed | None = None  # mixed or streamed data, which may end, and has metrics of its own
     ranks: Distributed = SINGLE_PROCESS  # decisions of the main rank hold on every rank
 
     def __post_init__(self) -> None:

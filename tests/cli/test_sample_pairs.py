@@ -12,7 +12,7 @@ import yaml
 from runs import golds, ppo_tree
 
 from rlhf.config.data import PreferencesConfig
-from rlhf.data.pairs import load_pairs
+from rlhf.data.pairs import pair_pipeline
 from rlhf.data.tokenizer import load_tokenizer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "sample_pairs.py"
@@ -45,9 +45,9 @@ def test_the_best_completion_is_chosen_and_the_worst_rejected(script, config, tm
         assert row["score_chosen"] > row["score_rejected"]
     alike = 20 - len(rows)  # 20 prompts in the file
     assert f"{alike} prompts gave none" in capsys.readouterr().out
-    pairs = load_pairs(
+    pairs = pair_pipeline(
         PreferencesConfig(path=str(target)), load_tokenizer(str(tmp_path / "model")), chat_template="auto"
-    )
+    ).load()
     assert len(pairs) == len(rows)
     assert [text.margin for text in pairs.texts] == [r["score_chosen"] - r["score_rejected"] for r in rows]
 

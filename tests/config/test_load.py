@@ -143,15 +143,6 @@ def test_exponents_without_a_dot_are_numbers() -> None:
     assert parse_yaml("[1.5e3, -.5e2, 2.e1, .e3, '1.5e3']") == [1500.0, -50.0, 20.0, ".e3", "1.5e3"]
 
 
-def test_compile_was_removed_and_files_that_have_it_off_still_load() -> None:
-    off = train_config(merge(base(), parse_overrides(["policy.compile=false"])))
-    assert off == train_config(base())
-    with pytest.raises(
-        ConfigError, match=r"^policy: compile was removed: no gain in speed was measured\. Delete the key$"
-    ):
-        train_config(merge(base(), parse_overrides(["policy.compile=true"])))
-
-
 def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
     """PyYAML would write the text 1e3 without quotes, and then it would be read as the number."""
     settings = {

@@ -16,7 +16,7 @@ from rlhf.data.pairs import (
     PairSet,
     completion_labels,
     completion_rows,
-    load_preference_data,
+    preference_pipeline,
 )
 from rlhf.errors import DataError
 
@@ -27,7 +27,7 @@ LABELLED = [{"prompt": "ab", "completion": "c", "label": True}, {"prompt": "a", 
 
 def load(path: str, tokenizer: PreTrainedTokenizerBase, **options: object) -> PairSet | LabelledSet:
     config = PreferencesConfig.model_validate({"path": path, **options})
-    return load_preference_data(config, tokenizer, chat_template="auto")
+    return preference_pipeline(config, tokenizer, chat_template="auto").load()
 
 
 def test_the_columns_say_which_it_is(write: Write, plain: PreTrainedTokenizerBase) -> None:

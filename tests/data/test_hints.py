@@ -9,7 +9,7 @@ from tiny_models import tokenizer
 
 from rlhf.algorithms.rescue import Hint
 from rlhf.config.data import PromptsConfig
-from rlhf.data.prompts import hint_text, load_prompts, with_hint
+from rlhf.data.prompts import hint_text, prompt_pipeline, with_hint
 
 HINT = Hint(column="hint")
 
@@ -48,12 +48,12 @@ def test_prompts_are_encoded_with_each_hint_where_they_have_one(tmp_path: Path) 
         Hint(column="hint", share=0.5, template="{prompt} {hint}"),
         Hint(column="hint", template="{prompt} {hint}"),
     ]
-    prompts = load_prompts(
+    prompts = prompt_pipeline(
         PromptsConfig(path=str(write_rows(tmp_path / "rows.jsonl", rows)), max_prompt_tokens=6),
         tokenizer(),
         chat_template="none",
         hints=hints,
-    )
+    ).load()
     assert prompts.ids == ([3, 4], [7], [8])
     assert prompts.hinted == (([3, 4, 5], [3, 4, 5, 6]), ([], []), ([8, 9, 9, 9, 9], []))
     batch, has_hint = prompts.collate_hinted([2, 1, 0], 2)

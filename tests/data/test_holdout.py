@@ -11,8 +11,8 @@ from runs import ppo_tree
 from tiny_models import tokenizer
 
 from rlhf.config.load import dump, load_reward_model, load_train, train_config
-from rlhf.data.pairs import load_demonstrations, load_pairs
-from rlhf.data.prompts import load_prompts
+from rlhf.data.pairs import demonstration_pipeline, pair_pipeline
+from rlhf.data.prompts import prompt_pipeline
 from rlhf.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ def pairs_of(count: int) -> list[dict[str, Any]]:
 
 
 def loaded(section: Any) -> list[str]:
-    return [text.prompt for text in load_pairs(section, tokenizer(), chat_template="none").texts]
+    return [text.prompt for text in pair_pipeline(section, tokenizer(), chat_template="none").load().texts]
 
 
 def test_pairs_are_split_by_prompt_and_none_is_lost(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_row_that_is_repeated_is_on_one_side(tmp_path: Path) -> None:
     assert config.sft is not None
     assert config.eval_sft is not None
     sides = [
-        {text.prompt for text in load_demonstrations(section, tokenizer(), chat_template="none").texts}
+        {text.prompt for text in demonstration_pipeline(section, tokenizer(), chat_template="none").load().texts}
         for section in (config.sft, config.eval_sft)
     ]
     assert not sides[0] & sides[1]
@@ -87,7 +87,7 @@ def test_a_file_that_is_too_small_says_what_to_do(tmp_path: Path) -> None:
     path = rows_file(tmp_path / "prompts.jsonl", [{"prompt": "t4"}])
     config = train_config(ppo_tree(tmp_path, data={"prompts": {"path": path}, "eval_prompts": None, "holdout": 0.001}))
     with pytest.raises(DataError, match=r"no usable row is in part \[0, 0.001\].*data.holdout=null"):
-        load_prompts(config.data.eval_prompts, tokenizer(), chat_template="none")  # type: ignore[arg-type]
+        prompt_pipeline(config.data.eval_prompts, tokenizer(), chat_template="none").load()  # type: ignore[arg-type]
 
 
 def test_a_share_has_to_leave_rows() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PreferencesConfig, PromptsConfig, SftConfig
-from rlhf.data.pairs import load_demonstrations, load_labelled, load_pairs
-from rlhf.data.prompts import load_prompts
+from rlhf.data.pairs import demonstration_pipeline, labelled_pipeline, pair_pipeline
+from rlhf.data.prompts import prompt_pipeline
 from rlhf.errors import DataError
 
 COLUMNS = [
@@ -47,10 +47,10 @@ GOOD: dict[str, list[object]] = {
 }
 
 LOADERS: dict[str, Callable[..., Any]] = {
-    "prompts": lambda path, tok: load_prompts(PromptsConfig(path=path), tok, chat_template="auto"),
-    "pairs": lambda path, tok: load_pairs(PreferencesConfig(path=path), tok, chat_template="auto"),
-    "demonstrations": lambda path, tok: load_demonstrations(SftConfig(path=path), tok, chat_template="auto"),
-    "labelled": lambda path, tok: load_labelled(PreferencesConfig(path=path), tok, chat_template="auto"),
+    "prompts": lambda path, tok: prompt_pipeline(PromptsConfig(path=path), tok, chat_template="auto").load(),
+    "pairs": lambda path, tok: pair_pipeline(PreferencesConfig(path=path), tok, chat_template="auto").load(),
+    "demonstrations": lambda path, tok: demonstration_pipeline(SftConfig(path=path), tok, chat_template="auto").load(),
+    "labelled": lambda path, tok: labelled_pipeline(PreferencesConfig(path=path), tok, chat_template="auto").load(),
 }
 SHAPES = {
     "prompts": [["prompt"], ["messages"], ["text"], ["instruction", "input"]],

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.config.data import PreferencesConfig, SftConfig
 from rlhf.data.datasets import BatchStream
 from rlhf.data.formats import DemoText, PairText
-from rlhf.data.pairs import load_demonstrations, load_labelled, load_pairs
+from rlhf.data.pairs import demonstration_pipeline, labelled_pipeline, pair_pipeline
 from rlhf.errors import DataError
 from rlhf.types import Demonstrations, PreferencePairs
 
@@ -24,11 +24,15 @@ ROWS = [
 
 
 def pairs_of(path: str, tokenizer: PreTrainedTokenizerBase, context: int | None = None, **options: Any) -> Any:
-    return load_pairs(PreferencesConfig(path=path, **options), tokenizer, chat_template="auto", context=context)
+    return pair_pipeline(
+        PreferencesConfig(path=path, **options), tokenizer, chat_template="auto", context=context
+    ).load()
 
 
 def demos_of(path: str, tokenizer: PreTrainedTokenizerBase, context: int | None = None, **options: Any) -> Any:
-    return load_demonstrations(SftConfig(path=path, **options), tokenizer, chat_template="auto", context=context)
+    return demonstration_pipeline(
+        SftConfig(path=path, **options), tokenizer, chat_template="auto", context=context
+    ).load()
 
 
 def test_pairs_by_hand(write: Write, plain: PreTrainedTokenizerBase) -> None:
@@ -103,7 +107,7 @@ def test_a_cut_text_gets_no_eos(write: Write, plain: PreTrainedTokenizerBase) ->
 
 def test_labelled_by_hand(write: Write, plain: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "ab", "completion": "c", "label": True}, {"prompt": "a", "completion": "de", "label": False}]
-    labelled = load_labelled(PreferencesConfig(path=write(rows)), plain, chat_template="auto")
+    labelled = labelled_pipeline(PreferencesConfig(path=write(rows)), plain, chat_template="auto").load()
     batch = labelled.collate([1, 0])
     assert batch.desirable.tolist() == [False, True]
     assert [plain.decode(r[m]) for r, m in zip(batch.completion_ids, batch.completion_mask, strict=True)] == [
@@ -166,10 +170,10 @@ def test_real_data_in_the_real_tokenizer(shared: Path, stories: PreTrainedTokeni
     fixtures = shared / "data/format_fixtures"
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     config = PreferencesConfig(path=str(fixtures / "dpo_en_demo.json"), max_tokens=100_000)
-    pairs = load_pairs(config, stories, chat_template=str(tmp_path / "t.jinja"))
+    pairs = pair_pipeline(config, stories, chat_template=str(tmp_path / "t.jinja")).load()
     assert len(pairs) == 300
     assert all(str(text.prompt).startswith(("user: ", "system: ")) for text in pairs.texts)
     config = PreferencesConfig(path=str(fixtures / "kto_en_demo.json"), max_tokens=100_000)
-    labelled = load_labelled(config, stories, chat_template=str(tmp_path / "t.jinja"))
+    labelled = labelled_pipeline(config, stories, chat_template=str(tmp_path / "t.jinja")).load()
     assert int(labelled.collate(range(300)).desirable.sum()) == 150
     assert len(demos_of(str(fixtures / "alpaca_en_demo.json"), stories, max_tokens=100_000)) == 999

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PromptsConfig
 from rlhf.data.datasets import place_of
-from rlhf.data.prompts import PromptSet, PromptStream, load_prompts
+from rlhf.data.prompts import PromptSet, PromptStream, prompt_pipeline
 from rlhf.errors import DataError
 from rlhf.types import Prompts
 
@@ -22,7 +22,7 @@ Write = Callable[..., str]
 def load(path: str, tokenizer: PreTrainedTokenizerBase, *, chat_template: str = "auto", **options: Any) -> PromptSet:
     context, new = options.pop("context", None), options.pop("max_new_tokens", 0)
     config = PromptsConfig(path=path, **options)
-    return load_prompts(config, tokenizer, chat_template=chat_template, context=context, max_new_tokens=new)
+    return prompt_pipeline(config, tokenizer, chat_template=chat_template, context=context, max_new_tokens=new).load()
 
 
 def same(a: Prompts, b: Prompts) -> bool:

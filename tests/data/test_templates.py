@@ -14,8 +14,8 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.config.data import ChatFormat, PreferencesConfig, PromptsConfig, SftConfig
-from rlhf.data.pairs import DemonstrationSet, PairSet, load_demonstrations, load_pairs
-from rlhf.data.prompts import MESSAGES, PromptSet, load_prompts
+from rlhf.data.pairs import DemonstrationSet, PairSet, demonstration_pipeline, pair_pipeline
+from rlhf.data.prompts import MESSAGES, PromptSet, prompt_pipeline
 from rlhf.data.templates import Template, turn_end
 from rlhf.data.tokenizer import load_tokenizer, make_encoder, stop_token_ids
 from rlhf.errors import DataError
@@ -40,15 +40,15 @@ TWO_TURNS = [user("Hi"), assistant("Yes"), user("And?"), assistant("No")]
 def demos(
     path: str, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat | None = None, **options: Any
 ) -> DemonstrationSet:
-    return load_demonstrations(SftConfig(path=path, **options), tokenizer, chat_template=chat or ChatFormat())
+    return demonstration_pipeline(SftConfig(path=path, **options), tokenizer, chat_template=chat or ChatFormat()).load()
 
 
 def pairs(path: str, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat | None = None, **options: Any) -> PairSet:
-    return load_pairs(PreferencesConfig(path=path, **options), tokenizer, chat_template=chat or ChatFormat())
+    return pair_pipeline(PreferencesConfig(path=path, **options), tokenizer, chat_template=chat or ChatFormat()).load()
 
 
 def prompts(path: str, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat | None = None, **options: Any) -> PromptSet:
-    return load_prompts(PromptsConfig(path=path, **options), tokenizer, chat_template=chat or ChatFormat())
+    return prompt_pipeline(PromptsConfig(path=path, **options), tokenizer, chat_template=chat or ChatFormat()).load()
 
 
 def learned_texts(rows: DemonstrationSet, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> list[str]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.config.data import ChatFormat, SftConfig
 from rlhf.data.conversation import messages
 from rlhf.data.files import Cursor, LazyDataset, load_rows
-from rlhf.data.pairs import DemonstrationSet, load_demonstrations
+from rlhf.data.pairs import DemonstrationSet, demonstration_pipeline
 from rlhf.data.rows import RowCounts
 from rlhf.errors import DataError
 
@@ -34,7 +34,7 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
 
 
 def demos(path: str, template: str) -> DemonstrationSet:
-    return load_demonstrations(SftConfig(path=path), tokenizer_of(template), chat_template=ChatFormat())
+    return demonstration_pipeline(SftConfig(path=path), tokenizer_of(template), chat_template=ChatFormat()).load()
 
 
 def learned(rows: DemonstrationSet, template: str) -> str:

@@ -21,8 +21,8 @@ from rlhf.algorithms.presets import PRESETS
 from rlhf.config.compare import CompareConfig
 from rlhf.config.data import PreferencesConfig, PromptsConfig, SftConfig
 from rlhf.config.load import dump, load_any, unread_warnings, validate
-from rlhf.data.pairs import load_demonstrations, load_labelled, load_pairs
-from rlhf.data.prompts import load_prompts
+from rlhf.data.pairs import demonstration_pipeline, labelled_pipeline, pair_pipeline
+from rlhf.data.prompts import prompt_pipeline
 from rlhf.errors import UserError
 from rlhf.rewards.function import run_with_timeout
 
@@ -264,10 +264,12 @@ def data_files(draw: st.DrawFn) -> tuple[str, str, bytes]:
 
 
 LOADERS: dict[str, Callable[..., Any]] = {
-    "prompts": lambda options, tok: load_prompts(PromptsConfig(**options), tok, chat_template="auto"),
-    "pairs": lambda options, tok: load_pairs(PreferencesConfig(**options), tok, chat_template="auto"),
-    "demonstrations": lambda options, tok: load_demonstrations(SftConfig(**options), tok, chat_template="auto"),
-    "labelled": lambda options, tok: load_labelled(PreferencesConfig(**options), tok, chat_template="auto"),
+    "prompts": lambda options, tok: prompt_pipeline(PromptsConfig(**options), tok, chat_template="auto").load(),
+    "pairs": lambda options, tok: pair_pipeline(PreferencesConfig(**options), tok, chat_template="auto").load(),
+    "demonstrations": lambda options, tok: demonstration_pipeline(
+        SftConfig(**options), tok, chat_template="auto"
+    ).load(),
+    "labelled": lambda options, tok: labelled_pipeline(PreferencesConfig(**options), tok, chat_template="auto").load(),
 }
 DATA_FILE = st.tuples(
     data_files(),

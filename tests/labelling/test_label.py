@@ -21,7 +21,7 @@ from reward_model.source import OWN_TEMPLATE, encode_rows
 from rlhf.algo.agreement import agreement, verdict_kappa
 from rlhf.cli import main
 from rlhf.config.data import DatasetConfig, PreferencesConfig
-from rlhf.data.pairs import load_pairs
+from rlhf.data.pairs import pair_pipeline
 from rlhf.data.templates import Rendered
 from rlhf.data.tokenizer import left_pad, load_tokenizer, make_encoder, right_pad
 from rlhf.errors import ConfigError, DataError, RewardError
@@ -180,7 +180,7 @@ def test_a_function_labels_pairs_that_our_reader_reads(folder: Path) -> None:
     assert rows[1]["score_chosen"] - rows[1]["score_rejected"] == 2.0
     assert (result.prompts, result.completions, result.compared, result.ties, result.written) == (2, 5, 4, 1, 3)
     tokenizer = load_tokenizer(str(make_model(folder / "model")))
-    pairs = load_pairs(PreferencesConfig(path=str(folder / "pairs.jsonl")), tokenizer, chat_template="none")
+    pairs = pair_pipeline(PreferencesConfig(path=str(folder / "pairs.jsonl")), tokenizer, chat_template="none").load()
     assert [pair.margin for pair in pairs.texts] == [1.0, 2.0, 1.0]
 
 

@@ -21,8 +21,8 @@ from reward_model.source import RewardModelSource
 from rlhf.config.data import ChatFormat, PreferencesConfig, PromptsConfig, SftConfig
 from rlhf.config.sections import PolicyConfig, SamplingConfig
 from rlhf.config.weights import LoraConfig
-from rlhf.data.pairs import load_demonstrations, load_pairs
-from rlhf.data.prompts import load_prompts
+from rlhf.data.pairs import demonstration_pipeline, pair_pipeline
+from rlhf.data.prompts import prompt_pipeline
 from rlhf.data.tokenizer import ADDED_TO_GGUF, base_of_adapter, load_tokenizer
 from rlhf.errors import ModelError
 from rlhf.factory.sampler import Completer
@@ -125,9 +125,14 @@ def test_text_that_spells_the_token_transformers_appends_is_read_as_text(file: P
     rows = str(write_rows(tmp_path / "rows.jsonl", [{"prompt": ADDED_TO_GGUF, "completion": "x" + ADDED_TO_GGUF}]))
     pairs = str(write_rows(tmp_path / "p.jsonl", [{"prompt": "a", "chosen": ADDED_TO_GGUF, "rejected": "b"}]))
     batches = [
-        load_prompts(PromptsConfig(path=rows), tokenizer, chat_template=ChatFormat()).collate([0]).prompt_ids,
-        load_demonstrations(SftConfig(path=rows), tokenizer, chat_template=ChatFormat()).collate([0]).completion_ids,
-        torch.tensor([load_pairs(PreferencesConfig(path=pairs), tokenizer, chat_template=ChatFormat()).chosen[0]]),
+        prompt_pipeline(PromptsConfig(path=rows), tokenizer, chat_template=ChatFormat()).load().collate([0]).prompt_ids,
+        demonstration_pipeline(SftConfig(path=rows), tokenizer, chat_template=ChatFormat())
+        .load()
+        .collate([0])
+        .completion_ids,
+        torch.tensor(
+            [pair_pipeline(PreferencesConfig(path=pairs), tokenizer, chat_template=ChatFormat()).load().chosen[0]]
+        ),
     ]
     for batch in batches:
         assert model(batch).logits.isfinite().all()

@@ -250,8 +250,8 @@ MODELS = [
     Mutant(
         name="mask-drops-eos",
         file="rlhf/sampling/generate.py",
-        before="first = ended.int().argmax(dim=1) + 1",
-        after="first = ended.int().argmax(dim=1)",
+        before="torch.where(finished, ended.int().argmax(dim=1) + 1, ids.shape[1]), finished",
+        after="torch.where(finished, ended.int().argmax(dim=1), ids.shape[1]), finished",
         why="EOS is never trained on and the score has nowhere right to go",
         tests=("tests/sampling",),
     ),

@@ -16,7 +16,7 @@ from reward_model.model import BradleyTerryLoss, calibrate
 from rlhf.api.training import run_reward_model
 from rlhf.config.load import load_reward_model
 from rlhf.data.datasets import BatchStream
-from rlhf.data.pairs import load_pairs
+from rlhf.data.pairs import pair_pipeline
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models.scalar_head import load_scalar_head
 from rlhf.runtime.engine import Engine
@@ -49,7 +49,7 @@ def test_human_judgments_go_all_the_way_to_a_report_card(name: str, shared: Path
     assert config.data.eval_preferences is not None
     tokenizer = load_tokenizer(config.model.model)
     train, held_out = (
-        load_pairs(data, tokenizer, chat_template=config.data.chat_format, context=512)
+        pair_pipeline(data, tokenizer, chat_template=config.data.chat_format, context=512).load()
         for data in (config.data.preferences, config.data.eval_preferences)
     )
     model = load_scalar_head(config.model.model, tokenizer, new_head="normal")

@@ -15,7 +15,6 @@ from tiny_models import ragged
 
 from rlhf.config.load import train_config
 from rlhf.errors import ConfigError, RewardError, SamplingError
-from rlhf.factory.online import drawn_ahead
 from rlhf.training.collect import sampling_key
 from rlhf.training.online import train
 from rlhf.training.overlap import CompletionPrefetcher, sample_and_score_in_parts
@@ -223,14 +222,6 @@ def test_a_run_that_its_reward_stopped_goes_on_with_the_same_completions(tmp_pat
     resumed = trained(tree)
     assert largest_difference(weights(whole.models.policy), weights(resumed.models.policy)) == 0.0
     assert files(tmp_path / "whole") == files(tmp_path / "stopped")
-
-
-def test_completions_of_the_earlier_format_are_read() -> None:
-    """It held the next step's alone, drawn by the policy one update behind."""
-    assert drawn_ahead(None) == drawn_ahead({}) == []
-    (fields,) = drawn_ahead({"step": 5, "completion_ids": "ids", "group_size": 2})
-    assert fields == {"step": 5, "updates": 3, "completion_ids": "ids", "group_size": 2, "sampler_support": None}
-    assert drawn_ahead({"drawn": [fields]}) == [fields]
 
 
 def test_a_shared_critic_needs_the_trainers_pass(tmp_path: Path) -> None:

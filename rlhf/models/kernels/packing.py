@@ -172,7 +172,6 @@ def _to(rows: PackedBatch, device: torch.device) -> PackedBatch:
 
 
 def _tensors(part: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a layout and its parts."""
     if isinstance(part, Tensor):
         yield part
     elif isinstance(part, LAYOUT_PARTS):

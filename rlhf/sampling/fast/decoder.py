@@ -329,7 +329,6 @@ def _rope_types(config: Any) -> set[str]:
 
 
 def _rope_table(body: Any, angles: str | None, positions: int) -> tuple[Tensor, Tensor]:
-    """Compute the RoPE cosines and sines of all positions."""
     weight = _wide(body.embed_tokens.weight.detach()[:1])
     position_ids = torch.arange(positions, device=weight.device)
     cos, sin = body.rotary_emb(weight[:1, None], position_ids[None], *([] if angles is None else [angles]))

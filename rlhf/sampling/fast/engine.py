@@ -35,7 +35,7 @@ from rlhf.sampling.fast.decoder import (
 from rlhf.sampling.fast.kv_cache import KVCache, UnsupportedModel
 from rlhf.sampling.fast.prefix_cache import PrefixCache
 from rlhf.sampling.fast.recorded import COLUMN_MULTIPLE, RecordedGeneration, RecordedSampler, RowSlots, TrialCache
-from rlhf.sampling.generate import HFSampler, repeat_rows, rotation_kinds
+from rlhf.sampling.generate import HFSampler, completion_lengths, repeat_rows, rotation_kinds
 from rlhf.sampling.support import limits_of
 from rlhf.types import Completions, Prompts
 
@@ -229,15 +229,6 @@ class GenerationBatch:
         return _Generated(ids, self.logprobs[:, : self.length].cpu(), *completion_lengths(ids, ends.cpu()), supports)
 
 
-def completion_lengths(
-    ids: Int[Tensor, "B T"], ends: Int[Tensor, " E"]
-) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:
-    """Count each row's tokens up to and including the first that ends it, and flag the rows that have one."""
-    ended = torch.isin(ids, ends)
-    finished = ended.any(dim=1)
-    return torch.where(finished, ended.int().argmax(dim=1) + 1, ids.shape[1]), finished
-
-
 def unique_prompts(prompts: Prompts) -> tuple[Int[Tensor, " L"], Int[Tensor, " B"]]:
     """Return the first row of every run of equal prompts, and for each row the number of its run."""
     ids, mask = prompts.prompt_ids, prompts.prompt_mask
@@ -290,8 +281,6 @@ class FastSampler:
         """Create a sampler that reads the model's current weights at every call.
 
         Args:
-            model: the model to sample from.
-            config: temperature, batch size, length.
             eos_ids: tokens that end a completion.
             pad_id: the token that fills rows after their end.
             dtype: of the arithmetic, as policy.dtype.

@@ -191,11 +191,8 @@ class KVCache:
         """Create a cache for `size` rows of `lanes` prompts.
 
         Args:
-            size: the number of rows.
-            lanes: the number of prompts.
             prompt: tokens of the longest prompt.
             length: tokens of the longest completion.
-            device: the device of the cache.
             windows: whether some layer may see only a window of the last tokens: positions are then kept.
             static: whether a step depends only on values on the device, so that it can be recorded and replayed.
             dtype: that of keys and values; None: the model's own, as `cache_dtype` says.

@@ -61,7 +61,6 @@ class PrefixCache:
         """Return the logits after each prompt, and all layers' keys and values, on the device; see `prefill`.
 
         Args:
-            model: the model that reads.
             ids: left-padded prompts, on the CPU.
             mask: where they have tokens, on the CPU.
             rows_of: returns the row ids of a prompt, given its number here.

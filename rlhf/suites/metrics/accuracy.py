@@ -18,7 +18,6 @@ class Accuracy(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
     """Accuracy as a metric of the `evaluate` library; defined in DESCRIPTION."""
 
     def _info(self) -> evaluate.MetricInfo:
-        """Return the description, citation and input features of the metric."""
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="Wilson (1927), Probable inference, the law of succession, and statistical inference.",
@@ -27,7 +26,6 @@ class Accuracy(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
         )
 
     def _compute(self, predictions: list[float]) -> dict[str, float]:
-        """Compute the accuracy and its 95 % interval."""
         low, high = wilson(sum(predictions), len(predictions))
         return {"accuracy": mean(predictions), "low": low, "high": high}
 

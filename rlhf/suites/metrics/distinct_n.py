@@ -15,7 +15,6 @@ class DistinctN(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
     """Distinct n-grams as a metric of the `evaluate` library; defined in DESCRIPTION."""
 
     def _info(self) -> evaluate.MetricInfo:
-        """Return the description, citation and input features of the metric."""
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="Li et al. (2016), A diversity-promoting objective function for neural conversation models.",
@@ -24,7 +23,6 @@ class DistinctN(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
         )
 
     def _compute(self, predictions: list[str], n: tuple[int, ...] = (1, 2)) -> dict[str, float]:
-        """Compute `distinct_n` for each n."""
         vocabulary: dict[str, int] = {}
         texts = [[vocabulary.setdefault(word, len(vocabulary)) for word in text.split()] for text in predictions]
         return {f"distinct_{size}": distinct_n(texts, size) for size in n}

@@ -21,7 +21,6 @@ class Gsm8kExact(evaluate.Metric):  # type: ignore[misc]  # evaluate has no type
     """Exact match of final answers as a metric of the `evaluate` library; defined in DESCRIPTION."""
 
     def _info(self) -> evaluate.MetricInfo:
-        """Return the description, citation and input features of the metric."""
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="Cobbe et al. (2021), Training verifiers to solve math word problems.",

@@ -18,7 +18,6 @@ class PairwiseAccuracy(evaluate.Metric):  # type: ignore[misc]  # evaluate has n
     """Pairwise accuracy as a metric of the `evaluate` library; defined in DESCRIPTION."""
 
     def _info(self) -> evaluate.MetricInfo:
-        """Return the description, citation and input features of the metric."""
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="Rafailov et al. (2023), Direct preference optimization.",
@@ -27,7 +26,6 @@ class PairwiseAccuracy(evaluate.Metric):  # type: ignore[misc]  # evaluate has n
         )
 
     def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float | list[float]]:
-        """Compute the accuracy, its 95 % interval, and the outcome of every pair."""
         outcomes = wins(predictions, references)
         low, high = wilson(sum(outcomes), len(outcomes))
         return {"accuracy": mean(outcomes), "low": low, "high": high, "outcomes": outcomes}

@@ -17,7 +17,6 @@ class PassAtK(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
     """pass@k as a metric of the `evaluate` library; defined in DESCRIPTION."""
 
     def _info(self) -> evaluate.MetricInfo:
-        """Return the description, citation and input features of the metric."""
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="Chen et al. (2021), Evaluating large language models trained on code.",
@@ -26,7 +25,6 @@ class PassAtK(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
         )
 
     def _compute(self, predictions: list[list[bool]], k: tuple[int, ...] = (1,)) -> dict[str, float | list[float]]:
-        """Compute pass@k for each k, and its estimate for every problem."""
         problems = {size: [pass_at_k(len(row), sum(row), size) for row in predictions] for size in k}
         means = {f"pass@{size}": mean(values) for size, values in problems.items()}
         return {**means, **{f"problems@{size}": values for size, values in problems.items()}}

@@ -19,7 +19,6 @@ class WinRate(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
     """Win rate as a metric of the `evaluate` library; defined in DESCRIPTION."""
 
     def _info(self) -> evaluate.MetricInfo:
-        """Return the description, citation and input features of the metric."""
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="Efron (1979), Bootstrap methods: another look at the jackknife.",
@@ -30,7 +29,6 @@ class WinRate(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
     def _compute(
         self, predictions: list[float], references: list[float], bootstrap_seed: int = 0
     ) -> dict[str, float | list[float]]:
-        """Compute the win rate, its 95 % interval, the share of ties, and the outcome on every prompt."""
         outcomes = wins(predictions, references)
         interval = bootstrap(torch.tensor(outcomes, dtype=torch.float64), seed=bootstrap_seed)
         return {
