@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from rlhf.algorithms.policy_loss import Surrogate, TokenLoss, Tokens
 from rlhf.algorithms.presets import preset
+from rlhf.algorithms.reinforce import ONE_UPDATE
 from rlhf.algorithms.sft import DemonstratedLoss
 from rlhf.section import Facts, NonNegative, Rule, Section, Value
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from rlhf.algo.masked import Mean
     from rlhf.algorithms import online
 
-ONE_UPDATE: dict[str, Any] = {"batch": {"epochs": 1, "minibatches": 1}}
 UNSCORED: dict[str, Any] = {
     "reward": {"source": {"type": "zero"}},
     "guard": {"alarms": {"score-constant": "ignore"}},

@@ -97,6 +97,11 @@ class Lagrange(Section):
 
     def check(self, algorithm: online.Online) -> None:
         """Check that the algorithm goes with a multiplier; a ValueError says what to set."""
+        if not algorithm.policy_loss.reads_advantages:
+            raise ValueError(
+                f"algorithm.lagrange weighs scores against costs, and policy_loss.type={algorithm.policy_loss.type} "
+                "reads neither: remove it, or choose algorithm.preset=opd for a teacher beside a reward"
+            )
         for name in ("rescue", "curriculum"):
             if getattr(algorithm, name) is not None:
                 raise ValueError(

@@ -111,6 +111,11 @@ class Online(Section):
         return (self.kl.placement != "none" and self.kl.weighs) or self.policy_loss.pair_loss is not None
 
     @property
+    def reads_weights(self) -> bool:
+        """Return whether importance weights of the samples, which multiply advantages, are part of the loss."""
+        return self.policy_loss.reads_advantages and self.policy_loss.pair_loss is None
+
+    @property
     def samples(self) -> bool:
         """Return True: the policy's own completions are learned from, at the temperature of sampling."""
         return True

@@ -57,7 +57,7 @@ class PolicyLoss(Choice):
     is_trusted: ClassVar[bool] = True
     """Whether it is known to keep the policy near its samples over many updates, or to have no need to."""
     reads_advantages: ClassVar[bool] = True
-    """Whether advantages, and so the importance weights of samples, are part of the loss."""
+    """Whether the scores are part of the loss, as advantages or as the order of pairs."""
     reads_teacher: ClassVar[bool] = False
     """Whether it compares the policy's next-token distributions with a teacher's, by `against_teacher`."""
     searches: ClassVar[bool] = False

@@ -317,7 +317,6 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
     advantage, is_pair_loss = algorithm.advantage, algorithm.policy_loss.pair_loss is not None
     named = f"advantage.type={advantage.type}"
     kl_is_set = "kl" in _changed_fields(algorithm) and algorithm.kl.coef > 0
-    reads_weights = algorithm.policy_loss.reads_advantages and not is_pair_loss
     unweighted = f"policy_loss.type={algorithm.policy_loss.type} reads no advantages, which it weighs"
     unread = [
         ("critic", "critic" in changed and not advantage.needs_critic, f"{named} has no critic"),
@@ -341,8 +340,12 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
             config.sampling.server is not None and config.sampling.backend != "server",
             f"sampling.backend is {config.sampling.backend}",
         ),
-        ("sampling.correction", config.sampling.corrects and not reads_weights, unweighted),
-        ("overlap.ratio_cap", "ratio_cap" in _changed_fields(config.overlap) and not reads_weights, unweighted),
+        ("sampling.correction", config.sampling.corrects and not algorithm.reads_weights, unweighted),
+        (
+            "overlap.ratio_cap",
+            "ratio_cap" in _changed_fields(config.overlap) and not algorithm.reads_weights,
+            unweighted,
+        ),
         (
             "teacher.dtype",
             getattr(config.teacher, "dtype", None) is not None and not algorithm.compares_with_teacher,

@@ -208,9 +208,11 @@ class CriticConfig(OptimizerConfig, TrainedWeightsConfig):
 
 def _uncorrected_server(sampling: SamplingConfig, facts: Facts) -> str | None:
     """Return the correction of a run whose servers round otherwise than the trainer, if it has none."""
-    is_rounded = facts.run is not None and facts.run.policy.dtype == "bfloat16"
-    is_corrected = sampling.corrects or facts.run is None or facts.run.overlap.ahead
-    return "null" if sampling.backend == "server" and is_rounded and not is_corrected else None
+    run = facts.run
+    if not isinstance(run, OnlineConfig) or not run.algorithm.reads_weights or sampling.backend != "server":
+        return None
+    is_corrected = sampling.corrects or run.overlap.ahead
+    return "null" if run.policy.dtype == "bfloat16" and not is_corrected else None
 
 
 class SamplingConfig(Section):

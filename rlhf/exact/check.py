@@ -50,7 +50,7 @@ def check(function: Checked, kind: Literal["loss", "advantage"] | None = None) -
     Raises:
         ConfigError: it is neither, by its class or its arguments; or a class cannot be made without settings.
     """
-    section = _with_defaults(function) if isinstance(function, type) else function
+    section = _with_defaults(function) if isinstance(function, type) and issubclass(function, Section) else function
     if not isinstance(section, Section):
         return _check_function(section, kind or _kind_of(section))
     if isinstance(section, PairLoss):
@@ -174,7 +174,10 @@ def _check_distillation(loss: TokenLoss, world: World) -> list[Finding]:
 
 
 def _kind_of(function: Callable[..., Tensor]) -> Literal["loss", "advantage"]:
-    names = set(inspect.signature(function).parameters)
+    try:
+        names = set(inspect.signature(function).parameters)
+    except (TypeError, ValueError) as error:  # no function, or a built-in one without a signature
+        raise ConfigError(f"{function!r} is neither a loss nor an advantage: {error}") from error
     if "logprobs" in names:
         return "loss"
     if "rewards" in names:

@@ -57,22 +57,6 @@ class World:
         """Return the distribution `[C, N]` that a table makes."""
         return self.token_logprobs(table, self.all_rows()).sum(1).view(self.prompts, -1)
 
-    def state_logprobs(self, table: Tensor) -> Tensor:
-        """Return the log-probability `[C, S]` that a state is visited."""
-        states = [torch.zeros(self.prompts, dtype=table.dtype)]
-        index = {prefix: state for state, prefix in enumerate(self.prefixes)}
-        for prefix in self.prefixes[1:]:  # the shorter come first
-            before = index[prefix[:-1]]
-            states.append(states[before] + table[:, before, prefix[-1]])
-        return torch.stack(states, dim=1)
-
-    def table_of(self, distribution: Tensor) -> Tensor:
-        """Return the table whose distribution is this one: conditionals of sums over what follows a prefix."""
-        mass = torch.zeros(self.prompts, len(self.prefixes), self.vocabulary, dtype=distribution.dtype)
-        for completion, (ids, mask, states) in enumerate(zip(self.ids, self.mask, self.states, strict=True)):
-            mass[:, states[mask], ids[mask]] += distribution[:, completion, None].exp()
-        return (mass / mass.sum(-1, keepdim=True)).log()
-
 
 def enumerate_world(*, prompts: int = 2, vocabulary: int = 3, horizon: int = 3) -> World:
     """Build a world: 15 completions and 7 states a prompt by default."""

@@ -19,8 +19,6 @@ def teacher_is_start(teacher: ModelTeacher, facts: Facts) -> Value | None:
 class ModelTeacher(Teacher):
     """A causal language model, frozen; every process has a whole copy of it."""
 
-    gives_vocabulary: ClassVar[bool] = True
-
     type: Literal["model"] = "model"
     model: str
     """Folder, run or hub id of the teacher."""

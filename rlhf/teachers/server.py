@@ -41,11 +41,6 @@ class ServerTeacher(Teacher):
     token_env: str | None = None
     """Environment variable with the token for Authorization: Bearer; null: no token is sent."""
 
-    @property
-    def tokens_given(self) -> int | None:
-        """Return top_k."""
-        return self.top_k
-
     def describe(self) -> str:
         """Return the model and its address."""
         return f"{self.model} at {self.url}"

@@ -45,14 +45,9 @@ class StoredTeacher(Teacher):
         Raises:
             ConfigError: there is no such file, it is no file of `rlhf teach`, or it was made for another vocabulary.
         """
-        return StoredAnswers.read(self.path, vocabulary_of(context.tokenizer), context.device)
+        from rlhf.data.tokenizer import vocabulary_digest
 
-
-def vocabulary_of(tokenizer: object) -> str:
-    """Compute the digest of a vocabulary."""
-    from rlhf.data.tokenizer import vocabulary_digest
-
-    return vocabulary_digest(tokenizer)  # type: ignore[arg-type]
+        return StoredAnswers.read(self.path, vocabulary_digest(context.tokenizer), context.device)
 
 
 def row_key(prompt: Sequence[int], completion: Sequence[int]) -> str:

@@ -70,8 +70,6 @@ class TeacherContext:
 class Teacher(Choice):
     """Where the distributions of a teacher come from; one of its members is chosen by `type`."""
 
-    gives_vocabulary: ClassVar[bool] = False
-    """Whether every log-probability is known; False: those of the likeliest tokens."""
     answers_anything: ClassVar[bool] = True
     """Whether it can be asked about completions that did not exist before the run."""
 
@@ -82,11 +80,6 @@ class Teacher(Choice):
         Raises:
             UserError: it cannot be built, or does not fit the policy; the message says why.
         """
-
-    @property
-    def tokens_given(self) -> int | None:
-        """Return how many of the likeliest tokens it gives; None: all, or not known before it is read."""
-        return None
 
     @property
     def as_reference(self) -> str | None:

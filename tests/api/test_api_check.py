@@ -168,6 +168,10 @@ def test_wrong_advantages(name: str) -> None:
 def test_neither_a_loss_nor_an_advantage() -> None:
     with pytest.raises(ConfigError, match="a loss is called with logprobs"):
         rlhf.check(lambda x: x)
+    others: list[Any] = [dict, torch.add]
+    for other in others:
+        with pytest.raises(ConfigError, match="neither a loss nor an advantage"):
+            rlhf.check(other)
 
 
 @pytest.mark.parametrize("name", sorted(PairLoss.choices()))

@@ -43,6 +43,24 @@ def best_value(reference: Tensor, scores: Tensor, beta: float) -> Tensor:
     return beta * (reference + scores / beta).logsumexp(1).mean()
 
 
+def state_logprobs(world: World, table: Tensor) -> Tensor:
+    """Return the log-probability `[C, S]` that a state is visited."""
+    states = [torch.zeros(world.prompts, dtype=table.dtype)]
+    index = {prefix: state for state, prefix in enumerate(world.prefixes)}
+    for prefix in world.prefixes[1:]:  # the shorter come first
+        before = index[prefix[:-1]]
+        states.append(states[before] + table[:, before, prefix[-1]])
+    return torch.stack(states, dim=1)
+
+
+def table_of(world: World, distribution: Tensor) -> Tensor:
+    """Return the table whose distribution is this one: conditionals of sums over what follows a prefix."""
+    mass = torch.zeros(world.prompts, len(world.prefixes), world.vocabulary, dtype=distribution.dtype)
+    for completion, (ids, mask, states) in enumerate(zip(world.ids, world.mask, world.states, strict=True)):
+        mass[:, states[mask], ids[mask]] += distribution[:, completion, None].exp()
+    return (mass / mass.sum(-1, keepdim=True)).log()
+
+
 def frontier(reference: Tensor, scores: Tensor, betas: list[float]) -> list[tuple[float, float]]:
     """Compute (KL, score) of the optimum at each beta: no distribution has a higher score at that KL."""
     points = []

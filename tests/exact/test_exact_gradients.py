@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_problem import ExactProblem, action_values, kl, make_rollout, model_outputs, objective_value
+from exact_problem import ExactProblem, action_values, kl, make_rollout, model_outputs, objective_value, state_logprobs
 from torch import Tensor
 
 from rlhf.algo.kl import Coefs
@@ -114,7 +114,7 @@ def exact_objective(table: Tensor, beta: float = BETA) -> Tensor:
 
 def visited(old: Tensor, per_state: Tensor) -> Tensor:
     """The sum over tokens of a quantity of their states, expected under `old`, which is not differentiated."""
-    return (WORLD.state_logprobs(old.detach()).exp() * per_state).sum(1).mean()
+    return (state_logprobs(WORLD, old.detach()).exp() * per_state).sum(1).mean()
 
 
 def test_weighing_rows_is_the_expectation_row_by_row(policy):
@@ -367,7 +367,7 @@ def test_the_critic_is_drawn_to_the_exact_values(gae_lambda):
         wrong = (exact + random_scores(WORLD, 4)[:, : len(WORLD.prefixes)]).requires_grad_()
         term = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table, values=wrong)["value"]
         (slope,) = torch.autograd.grad(term, wrong)
-        visits = WORLD.state_logprobs(table).exp() / WORLD.prompts
+        visits = state_logprobs(WORLD, table).exp() / WORLD.prompts
         torch.testing.assert_close(slope, 0.1 * visits * (wrong - exact), rtol=1e-8, atol=1e-12)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from exact_problem import kl, optimum
+from exact_problem import kl, optimum, table_of
 from pair_values import PairValues, dpo, hinge, ipo, robust_dpo
 from torch import Tensor
 
@@ -89,7 +89,7 @@ def test_ipo_ends_at_the_optimum_of_the_preference_itself():
 def test_where_the_labels_are_certain_ipo_stays_near_the_reference_and_dpo_does_not():
     certain = (REWARDS[:, :, None] > REWARDS[:, None, :]).double()
     table = (REFERENCE + 40 * REWARDS.argsort(1).argsort(1)).log_softmax(1)
-    far = WORLD.table_of(table)
+    far = table_of(WORLD, table)
     for loss, falls in ((lambda w, r: dpo(w, r, beta=BETA), True), (lambda w, r: ipo(w, r, beta=BETA), False)):
         start = expected_loss(REFERENCE_TABLE, loss, certain)
         assert bool(expected_loss(far, loss, certain) < start) is falls
@@ -101,5 +101,5 @@ def test_the_hinge_is_content_once_every_margin_is_held():
     loss: Loss = lambda w, r: hinge(w, r, beta=BETA, margin=1.0)  # noqa: E731
     certain = (REWARDS[:, :, None] > REWARDS[:, None, :]).double()
     spread = (REFERENCE + 3 * REWARDS.argsort(1).argsort(1)).log_softmax(1)  # 3 nats apart, times beta: above 1
-    assert expected_loss(WORLD.table_of(spread), loss, certain).item() == pytest.approx(0.0, abs=1e-12)
+    assert expected_loss(table_of(WORLD, spread), loss, certain).item() == pytest.approx(0.0, abs=1e-12)
     assert expected_loss(REFERENCE_TABLE, loss, certain) > 0.1

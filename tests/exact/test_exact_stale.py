@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exact_problem import ExactProblem, kl, make_rollout, model_outputs, objective_value
+from exact_problem import ExactProblem, kl, make_rollout, model_outputs, objective_value, state_logprobs
 from tiny_models import tiny
 from torch import Tensor
 
@@ -69,7 +69,7 @@ def metrics_of(rollout: Rollout) -> dict[str, Mean]:
 
 def visited_kl(policy: Tensor) -> Tensor:
     """The KL of the next token where the older policy goes, summed over tokens."""
-    visits = WORLD.state_logprobs(older()).exp()
+    visits = state_logprobs(WORLD, older()).exp()
     return (visits * kl_of_distributions(policy, PROBLEM.reference)).sum(1).mean()
 
 
@@ -155,7 +155,7 @@ def test_the_penalty_in_the_reward_is_of_the_policy_where_completions_are_weight
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_weighted_penalty_in_the_loss_is_of_the_policy_in_the_states_of_the_older_one(estimator: str) -> None:
     logits = random_table(WORLD, 12).requires_grad_()
-    visits = WORLD.state_logprobs(older()).exp()
+    visits = state_logprobs(WORLD, older()).exp()
     exact_kl = BETA * (visits * kl_of_distributions(logits.log_softmax(-1), PROBLEM.reference)).sum(1).mean()
     (exact,) = torch.autograd.grad(exact_kl, logits)
     gradients = []

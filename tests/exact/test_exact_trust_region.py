@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exact_problem import ExactProblem, action_values, best_value, objective_value
+from exact_problem import ExactProblem, action_values, best_value, objective_value, state_logprobs
 from torch import Tensor
 from torch.func import functional_call, jvp, vjp
 
@@ -80,7 +80,7 @@ class ExactStep:
         self.policy = policy
         self.named = {name: p.detach().clone() for name, p in policy.named_parameters()}
         self.old = policy().detach().log_softmax(-1)
-        self.visits = WORLD.state_logprobs(self.old).exp() / WORLD.prompts  # expected tokens chosen in a state
+        self.visits = state_logprobs(WORLD, self.old).exp() / WORLD.prompts  # expected tokens chosen in a state
         rewards = PROBLEM.experience(TRUST_REGION, COEFS, self.old).rewards
         self.action_values = action_values(WORLD, self.old, rewards)
 

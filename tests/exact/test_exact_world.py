@@ -6,7 +6,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-from exact_problem import action_values, best_score, best_value, frontier, kl, objective_value, optimum, state_values
+from exact_problem import (
+    action_values,
+    best_score,
+    best_value,
+    frontier,
+    kl,
+    objective_value,
+    optimum,
+    state_logprobs,
+    state_values,
+    table_of,
+)
 
 from rlhf.exact.world import EOS, enumerate_world, expectation, random_scores, random_table
 
@@ -31,7 +42,7 @@ def test_probabilities_sum_to_one_and_come_back_as_the_table(world):
     table = random_table(world, 0)
     distribution = world.sequence_logprobs(table)
     torch.testing.assert_close(distribution.exp().sum(1), torch.ones(world.prompts, dtype=torch.float64))
-    torch.testing.assert_close(world.table_of(distribution), table)
+    torch.testing.assert_close(table_of(world, distribution), table)
     assert len({tuple(ids) for ids in world.ids.tolist()}) == len(world.ids)
     ended = (world.ids == EOS) & world.mask
     assert torch.equal(ended.any(1), world.finished)
@@ -42,7 +53,7 @@ def test_state_probabilities_and_values_by_backward_induction():
     rewards = torch.randn(WORLD.rows, WORLD.horizon, dtype=torch.float64) * WORLD.mask.repeat(WORLD.prompts, 1)
     values, actions = state_values(WORLD, table, rewards), action_values(WORLD, table, rewards)
     torch.testing.assert_close(values, (table.exp() * actions).sum(-1))
-    visits = WORLD.state_logprobs(table)
+    visits = state_logprobs(WORLD, table)
     total = expectation(WORLD.sequence_logprobs(table), rewards.sum(1).view(WORLD.prompts, -1))
     torch.testing.assert_close(values[:, 0].mean(), total)
     lengths = WORLD.mask.sum(1).double().expand(WORLD.prompts, -1)

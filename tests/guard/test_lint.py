@@ -111,6 +111,8 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
      ["algorithm.preset=grpo", "policy.dtype=bfloat16", "sampling.old_log_probs=sampler"], UNKNOWN),
     ("server-uncorrected", PPO, [*SERVED, "policy.dtype=bfloat16"],
      [*SERVED, "policy.dtype=bfloat16", "sampling.correction=token_mask"], UNKNOWN),
+    ("server-uncorrected", PPO, [*SERVED, "policy.dtype=bfloat16"],
+     [*SERVED, "policy.dtype=bfloat16", "algorithm.preset=online_dpo"], UNKNOWN),
     ("correction-cap", PPO, ["sampling.correction={type: token_truncate, cap: 1.2}"],
      ["sampling.correction={type: token_truncate, cap: 3}"], UNKNOWN),
     ("head-in-bfloat16", PPO, ["policy.dtype=bfloat16", "policy.head_dtype=model"], ["policy.dtype=bfloat16"], UNKNOWN),
