@@ -114,7 +114,7 @@ def is_suite(name: object) -> bool:
 def summary(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the number of rows, the settings and the figures of a result, to five digits."""
     suite, _ = find_suite(str(result["suite"]))
-    config = result["config"]
+    config = {**result["config"], "dtype": result["dtype"]}  # the one used, which the CPU may have chosen
     defaults = suite.model_construct().model_dump(mode="json")
     dataset = {key: config["dataset"][key] for key in ("limit",) if config.get("dataset")}
     settings = {

@@ -281,7 +281,8 @@ def write_result(path: Path, name: str, target: str, result: SuiteResult, settin
         "suite": name,
         "model": {"path": target, "weights": weights_fingerprint(subject.model)},
         **result.as_json(),
-        "config": {**dump(settings), "dtype": subject.dtype},  # the one used, which the CPU may have chosen
+        "config": dump(settings),
+        "dtype": subject.dtype,  # the one used, which the CPU may have chosen
         "versions": versions(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

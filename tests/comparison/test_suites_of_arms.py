@@ -185,6 +185,20 @@ def test_a_suite_that_fails_later_is_told_and_tried_again(tmp_path: Path, monkey
     assert (seed.status, set(seed.suites)) == ("done", {"ifeval", "xstest"})
 
 
+def test_the_arithmetic_that_a_cpu_chooses_is_no_other_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.runtime.device.cpu_has_bfloat16_products", lambda: False)
+    tree = with_suites(tmp_path, seeds=[0, 1])
+    tree["arms"], tree["suites"] = {"grpo": tree["arms"]["grpo"]}, {"ifeval": tree["suites"]["ifeval"]}
+    tree["shared"] = {**tree["shared"], "policy": {"dtype": "bfloat16"}}
+    assert compared(tree)
+    result = stored(tmp_path / "compare" / "start" / "seed-1", "ifeval")
+    assert (result["config"]["dtype"], result["dtype"]) == ("bfloat16", "float32")
+    assert result["config"]["seed"] == 0  # taken from the first seed
+    before = files_of(tmp_path / "compare")
+    assert compared(tree)
+    assert files_of(tmp_path / "compare") == before
+
+
 def test_a_wrong_suite_is_told_before_anything_runs(tmp_path: Path) -> None:
     tree = with_suites(tmp_path)
     with pytest.raises(ConfigError, match="did you mean ifeval"):
