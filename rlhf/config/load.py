@@ -170,11 +170,11 @@ def load_compare(path: str | Path, overrides: Sequence[str] = ()) -> CompareConf
 
 
 def compare_config(tree: Tree) -> CompareConfig:
-    """Build the comparison that a tree of settings describes."""
+    """Build the comparison that a tree of settings describes; an arm and a suite that is null is left out."""
     load_plugins(tree)
-    if isinstance(tree.get("arms"), Mapping):
-        tree = {**tree, "arms": {name: arm for name, arm in tree["arms"].items() if arm is not None}}
-    return validate(CompareConfig, tree)
+    named = {key: tree[key] for key in ("arms", "suites") if isinstance(tree.get(key), Mapping)}
+    kept = {key: {name: part for name, part in parts.items() if part is not None} for key, parts in named.items()}
+    return validate(CompareConfig, {**tree, **kept})
 
 
 def read_yaml(path: str | Path) -> Tree:

@@ -201,6 +201,8 @@ def test_the_arithmetic_that_a_cpu_chooses_is_no_other_setting(tmp_path: Path, m
 
 def test_a_wrong_suite_is_told_before_anything_runs(tmp_path: Path) -> None:
     tree = with_suites(tmp_path)
+    left = plan_of({**tree, "suites": {**tree["suites"], "ifeval": None}}).cells[0]
+    assert list(left.config.suites) == ["xstest"]
     with pytest.raises(ConfigError, match="did you mean ifeval"):
         plan_of({**tree, "suites": {"ifevl": {}}})
     with pytest.raises(ConfigError, match=r"suites\.ifeval: .*nonsense"):
