@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,23 @@ def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) ->
 def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
     """Average the live entries; 0 when there are none."""
     return masked_sum(values, mask) / mask.sum().clamp(min=1)
+
+
+def quantiles(values: Float[Tensor, " N"], shares: Sequence[float]) -> list[float]:
+    """Compute quantiles of at least one value, linear between two of them, as torch.quantile does.
+
+    That one takes at most 2^24 values, and a step may have more tokens.
+    """
+    places = [share * (len(values) - 1) for share in shares]
+    return [
+        float(torch.lerp(_smallest(values, int(place)), _smallest(values, math.ceil(place)), place - int(place)))
+        for place in places
+    ]
+
+
+def _smallest(values: Float[Tensor, " N"], number: int) -> Float[Tensor, ""]:
+    """Return the value that has so many others before it in ascending order."""
+    return values.kthvalue(number + 1).values
 
 
 def whiten(

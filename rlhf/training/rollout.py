@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf.algo.advantages import fill_missing, uniform_groups
 from rlhf.algo.correction import token_ratios
 from rlhf.algo.kl import kl_estimate
-from rlhf.algo.masked import Mean, explained_variance
+from rlhf.algo.masked import Mean, explained_variance, quantiles
 from rlhf.algo.selection import effective_sample_share
 from rlhf.algorithms.correction import Correction
 from rlhf.algorithms.online import Online
@@ -438,7 +438,7 @@ def _advantage_metrics(experience: Experience, algorithm: Online) -> Metrics:
     live = raw[experience.loss_mask].double()
     metrics = Metrics({"advantage/mean": Mean.of(live)})
     if len(live):
-        low, high = live.quantile(torch.tensor([0.05, 0.95], dtype=live.dtype, device=live.device)).tolist()
+        low, high = quantiles(live, (0.05, 0.95))
         metrics.add("advantage/std", float(live.std(correction=0)))
         metrics.add("advantage/p05", low)
         metrics.add("advantage/p95", high)

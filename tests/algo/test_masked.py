@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rlhf.algo.masked import Mean, masked_mean, masked_sum, whiten
+from rlhf.algo.masked import Mean, masked_mean, masked_sum, quantiles, whiten
 
 NAN = float("nan")
 VALUES = torch.tensor([[1.0, 2.0, NAN], [3.0, NAN, NAN]], dtype=torch.float64)
@@ -33,6 +33,18 @@ def test_mean_of_nothing_is_zero_and_keeps_the_dtype():
     assert nothing.item() == 0.0
     assert masked_sum(VALUES.float(), MASK).dtype == torch.float32
     assert nothing.dtype == torch.float64
+
+
+@given(numbers, st.lists(st.floats(0, 1), min_size=1, max_size=3))
+def test_quantiles_are_those_of_torch(values, shares):
+    values = torch.tensor(values, dtype=torch.float64)
+    expected = values.quantile(torch.tensor(shares, dtype=torch.float64)).tolist()
+    assert quantiles(values, shares) == pytest.approx(expected, abs=1e-9)
+
+
+def test_quantiles_of_more_tokens_than_torch_takes():
+    tokens = 2**24
+    assert quantiles(torch.arange(tokens + 1, dtype=torch.float32), (0.25,)) == [tokens / 4]
 
 
 def test_whiten_by_hand():
