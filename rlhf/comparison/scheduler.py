@@ -27,6 +27,7 @@ from rlhf.config.compare import START_FOLDER
 from rlhf.errors import UserError
 from rlhf.tracking.metrics import format_duration
 from rlhf.tracking.progress import printable
+from rlhf.tracking.redact import redact_text
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.training.session import Interruption
 
@@ -88,8 +89,8 @@ def is_over(cell: Cell) -> bool:
 
 
 def record_failure(folder: Path, error: str) -> None:
-    """Write the error of a failed cell into its folder, for the report."""
-    write_atomically(folder / FAILED, json.dumps({"error": error}, ensure_ascii=False) + "\n")
+    """Write the error of a failed cell into its folder, for the report, without secrets such as the key in an address."""
+    write_atomically(folder / FAILED, json.dumps({"error": redact_text(error)}, ensure_ascii=False) + "\n")
 
 
 def failure_of(folder: Path) -> str | None:
