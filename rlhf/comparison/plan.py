@@ -386,8 +386,8 @@ def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: T
         steps = config.budget.completions // size
         if not steps:
             raise ConfigError(
-                f"one step has {size:,} completions, more than the whole budget of {config.budget.completions:,}: raise "
-                "budget.completions, or lower batch.prompts_per_step"
+                f"one step has {size:,} completions, more than the whole budget of {config.budget.completions:,}: "
+                "raise budget.completions, or lower batch.prompts_per_step"
             )
     elif train.schedule.decay != "constant":
         raise ConfigError(

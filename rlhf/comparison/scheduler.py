@@ -89,7 +89,7 @@ def is_over(cell: Cell) -> bool:
 
 
 def record_failure(folder: Path, error: str) -> None:
-    """Write the error of a failed cell into its folder, for the report, without secrets such as the key in an address."""
+    """Write the error of a failed cell into its folder, for the report, without secrets such as a key in an address."""
     write_atomically(folder / FAILED, json.dumps({"error": redact_text(error)}, ensure_ascii=False) + "\n")
 
 
