@@ -248,6 +248,7 @@ def _arm(
         kl_is_bound=best_of_n is not None,
         status=_status(cells),
         peak_memory_mb=max(peaks, default=None),
+        eval_prompts=config.train.eval.prompts if best_of_n is None else None,
         seeds=tuple(_seed(name, result, start) for result in cells),
         final=_final(done, start, spread, level) if done else None,
         suites=_suites(done, start),

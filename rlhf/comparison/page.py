@@ -64,7 +64,7 @@ def write_compare_page(
     """
     configs = {name: plan.of(name)[0].config.train for name, arm in results.arms.items() if arm.type == "train"}
     caveats = [*notes(results), *tuning_notes(results), *parallel_note(plan.config.jobs), *_rounded(cells)]
-    caveats += few_prompts_note({name: config.eval.prompts for name, config in configs.items()}, results.prompts)
+    caveats += few_prompts_note({name: arm.eval_prompts for name, arm in results.arms.items()}, results.prompts)
     return write_page(
         plan.folder / REPORT,
         "compare.html.j2",
@@ -311,8 +311,9 @@ def reward_hacking_points(results: ComparisonResults, arm: str) -> list[tuple[fl
     Returns:
         (cost, judge's score) of each of them.
     """
-    rows = proxy_rows(results, arm)
-    margins = [MARGIN_SE * row.score_std / sqrt(results.prompts) for row in rows]
+    rows, limit = proxy_rows(results, arm), results.arms[arm].eval_prompts
+    prompts = results.prompts if limit is None else min(limit, results.prompts)
+    margins = [MARGIN_SE * row.score_std / sqrt(prompts) for row in rows]
     marked = overoptimized([row.proxy for row in rows], [row.score for row in rows], margins)
     return [(row.cost, row.score) for row, mark in zip(rows, marked, strict=True) if mark]
 

@@ -181,7 +181,7 @@ def _held_out(base: Tree) -> Tree:
     """Return the base with the prompts that all arms are judged on: by data.holdout, a part of the training prompts."""
     data = base.get("data", {})
     prompts, share = data.get("prompts"), data.get("holdout")
-    if share is None or not prompts or data.get("eval_prompts"):
+    if share is None or not prompts or prompts.get("part") or data.get("eval_prompts"):
         return base
     most = HELD_OUT["prompts"]
     judged = {**prompts, "part": [0.0, share], "limit": min(prompts.get("limit") or most, most)}
@@ -388,11 +388,21 @@ def _is_no_reward(value: object) -> bool:
 
 
 def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: TrainConfig) -> Tree:
-    """Set the number of steps that the budget allows, and the evaluation interval."""
+    """Set the number of steps that the budget allows, and the evaluation interval.
+
+    Raises:
+        ConfigError: the budget does not allow a step, or a run of unknown length has a decay.
+    """
     schedule = {key: value for key, value in tree.get("schedule", {}).items() if key != "epochs"}
     steps = UNKNOWN_LENGTH
     if config.budget.completions is not None:
-        steps = max(1, config.budget.completions // train.completions_per_step)
+        size = train.completions_per_step
+        steps = config.budget.completions // size
+        if not steps:
+            raise ConfigError(
+                f"one step has {size:,} completions, more than the whole budget of {config.budget.completions:,}: "
+                "raise budget.completions, or lower batch.prompts_per_step"
+            )
     elif train.schedule.decay != "constant":
         raise ConfigError(
             f"schedule.decay is {train.schedule.decay}, but with a budget in {config.budget.unit} the length of a run "

@@ -233,6 +233,7 @@ class ArmResult:
     kl_is_bound: bool
     status: Status
     peak_memory_mb: float | None  # the most that a process of the arm held in training; None if nothing is trained
+    eval_prompts: int | None  # the most held-out prompts of an evaluation in training (eval.prompts); None: all
     seeds: tuple[SeedResult, ...]
     final: FinalModels | None  # None until a seed is finished
     suites: Suites
@@ -247,7 +248,8 @@ class ArmResult:
         """Build the arm from the dictionary that `record` returned."""
         seeds = tuple(SeedResult.of(seed) for seed in record["seeds"])
         final = FinalModels.of(record) if "gain" in record else None
-        return _build(cls, record, seeds=seeds, final=final, suites=_suites_of(record["suites"]))
+        suites, prompts = _suites_of(record["suites"]), record.get("eval_prompts")  # earlier results have none
+        return _build(cls, record, seeds=seeds, final=final, suites=suites, eval_prompts=prompts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from rlhf.config.compare import START_FOLDER
 from rlhf.errors import ConfigError, UserError
 from rlhf.tracking.metrics import format_duration
 from rlhf.tracking.progress import printable
+from rlhf.tracking.redact import redact_text
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.training.session import Interruption
 
@@ -91,8 +92,16 @@ def is_over(cell: Cell) -> bool:
 
 
 def record_failure(folder: Path, error: str, *, crowded: bool = False) -> None:
-    """Write the error of a failed cell into its folder, for the report; `crowded`: other cells left it no memory."""
-    write_atomically(folder / FAILED, json.dumps({"error": error, "crowded": crowded}, ensure_ascii=False) + "\n")
+    """Write the error of a failed cell into its folder, for the report, without secrets such as a key in an address.
+
+    Args:
+        folder: of the cell.
+        error: the error.
+        crowded: other cells left it no memory.
+    """
+    content = {"error": redact_text(error), "crowded": crowded}
+    write_atomically(folder / FAILED, json.dumps(content, ensure_ascii=False) + "
+")
 
 
 def failure_of(folder: Path) -> str | None:

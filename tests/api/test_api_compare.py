@@ -55,7 +55,7 @@ def test_an_arm_without_a_preset_has_the_algorithm_of_the_base(tmp_path: Path, m
         result = rlhf.compare(
             str(make_model(tmp_path / "start")),
             {"slow": {"policy": {"lr": 1e-6}}},
-            completions=16,
+            completions=512,
             prompts=PROMPTS,
             eval_prompts=PROMPTS[:6],
             reward=f"{tmp_path / 'judge.py'}:count",

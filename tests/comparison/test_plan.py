@@ -119,6 +119,11 @@ def test_other_budgets_are_met_on_the_way(tmp_path: Path, unit: str, limit: floa
         ({"base": "nowhere.yaml"}, "nowhere.yaml"),
         ({"shared": {"eval": {"source": None}}}, "judge is missing"),
         ({"shared": {"data": {"eval_prompts": None}}}, "nothing to judge on"),
+        (
+            {"shared": {"data": {"eval_prompts": None, "holdout": 0.1, "prompts": {"part": [0, 0.5]}}}},
+            "nothing to judge on",
+        ),
+        ({"budget": {"completions": 15}}, "arms.ppo: one step has 16 completions, more than the whole budget of 15"),
         ({"shared": {"schedule": {"decay": "linear"}}, "budget": {"completions": None, "tokens": 9}}, "constant"),
         ({"arms": {"grpo": {"sampling": {"completions_per_prompt": 1}}}}, "arms.grpo: a group baseline"),
     ],

@@ -40,7 +40,7 @@ KEYS = {
 }
 OF_AN_ARM = {
     *("type", "preset", "n", "kl_is_bound", "status", "seeds", "gain", "gain_in_std", "win_rate_over_start"),
-    *("length_controlled_win_rate_over_start", "suites", "peak_memory_mb"),
+    *("length_controlled_win_rate_over_start", "suites", "peak_memory_mb", "eval_prompts"),
     *("at_equal_kl", "costs", *MEASURES),
 }
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
@@ -90,7 +90,7 @@ def test_the_order_of_keys_is_that_of_schema_1(typed: ComparisonResults, results
     assert before == ["completions", "generated_tokens", "trained_tokens", "flops", "seconds", "tokens"]
     assert after == sorted(before)
     assert list(results["arms"]["ppo"])[:8] == [
-        *("type", "preset", "n", "kl_is_bound", "status", "peak_memory_mb", "seeds", "score")
+        *("type", "preset", "n", "kl_is_bound", "status", "peak_memory_mb", "eval_prompts", "seeds")
     ]
     assert list(results["arms"]["ppo"])[-2:] == ["costs", "suites"]
     assert list(results["arms"]["broken"])[-2:] == ["seeds", "suites"]
@@ -229,8 +229,11 @@ def test_bands_and_marks_by_hand(typed: ComparisonResults) -> None:
     seeds = {0: [row(0, 1, 1.0, 0.0), row(0, 2, 3.0, 1.0)], 1: [row(1, 3, 2.0, 0.0)]}
     assert seed_means(seeds, "score", "tokens") == [(2.0, 1.5, 1.0, 2.0)]  # the second: not every seed has come to it
     rows = [row(0, i, gold, proxy) for i, (gold, proxy) in enumerate([(0.0, 0.0), (2.0, 1.0), (1.9, 2.0), (1.0, 3.0)])]
-    gaming = replace(typed, evaluations=tuple(rows), budget=ArmBudget(unit="tokens", limit=3.0), prompts=100)
+    budget, arm = ArmBudget(unit="tokens", limit=3.0), typed.arms["ppo"]
+    gaming = replace(typed, evaluations=tuple(rows), budget=budget, prompts=100, arms={"a": arm})
     assert reward_hacking_points(gaming, "a") == [(3.0, 1.0)]  # 1.9 is within two standard errors (0.2) of 2.0
+    of_three = replace(gaming, arms={"a": replace(arm, eval_prompts=3)})
+    assert reward_hacking_points(of_three, "a") == []  # and 1.0 within those of three prompts (1.15)
     drawn = styles([f"a{i}" for i in range(9)])
     assert drawn["a0"].role == drawn["a8"].role == "s1"
     assert drawn["a0"].dash != drawn["a8"].dash
