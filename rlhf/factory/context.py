@@ -285,7 +285,7 @@ def open_context(config: TrainConfig | RewardModelConfig, view: View | None, not
     except UserError:
         release()
         raise
-    state, positions = TrainState.read(resume) if resume else (TrainState(), {"metrics": 0, "samples": 0})
+    state, positions = TrainState.read(resume) if resume else (TrainState(), {"metrics": 0, "samples": 0, "alarms": 0})
     recorded, state.inputs = state.inputs, {}
     return RunContext(
         config=config,
