@@ -14,7 +14,8 @@ from reward_model.model import score_rows
 from rlhf.config.data import ChatFormat
 from rlhf.data.prompts import MESSAGES
 from rlhf.data.rows import BadRow
-from rlhf.data.tokenizer import Encoder, Rendered, left_pad, load_tokenizer, make_encoder, right_pad, shares_vocabulary
+from rlhf.data.templates import Rendered
+from rlhf.data.tokenizer import Encoder, left_pad, load_tokenizer, make_encoder, right_pad, shares_vocabulary
 from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.backbone import context_length, freeze
 from rlhf.models.scalar_adapters import load_adapted

@@ -8,13 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
 from rlhf.api.inputs import Inputs, Reward
 from rlhf.config.data import Count, DatasetConfig
 from rlhf.config.files import merge, parse_overrides
@@ -26,7 +19,7 @@ from rlhf.data.files import load_rows
 from rlhf.data.formats import PROMPTS
 from rlhf.data.prompts import CONVERSATION, MESSAGES
 from rlhf.data.rows import Row, RowCounts
-from rlhf.data.tokenizer import left_pad, load_tokenizer, right_pad
+from rlhf.data.tokenizer import as_completions, byte_tokenizer, load_tokenizer
 from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.reward_check import CheckRow, Graded, RewardCheck, check_reward
 from rlhf.factory.rewards import build_source
@@ -40,7 +33,6 @@ from rlhf.types import Completions
 from rlhf.user_code import load_function
 from rlhf.verifiers.grader import settings_of
 
-END = "<end>"
 ROWS_AT_ONCE = 32
 ANSWER_COLUMNS = ("reference", "solution", "completion", "response", "output", "answer", "chosen")
 YAML = (".yaml", ".yml")
@@ -53,15 +45,6 @@ class CheckSettings(Section):
     """The reward."""
     limit: Count = 200
     """Rows."""
-
-
-def bytes_tokenizer() -> PreTrainedTokenizerBase:
-    """Return a tokenizer whose ids are the bytes of a text: it stands in where the reward reads texts."""
-    letters = sorted(ByteLevel.alphabet())
-    backend = Tokenizer(BPE({letter: i for i, letter in enumerate([*letters, END])}, []))
-    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = ByteLevelDecoder()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=END)
 
 
 def reward_check(
@@ -167,7 +150,7 @@ def check_source(
     rows = _rows(dataset, settings.limit, columns or {})
     known = [CheckRow(row.prompt, row.values, _right_answer(source, row.values, answer)) for row in rows]
     models = list(source.model_paths().values())
-    tokens: Any = load_tokenizer(tokenizer or models[0]) if models else bytes_tokenizer()
+    tokens: Any = load_tokenizer(tokenizer or models[0]) if models else byte_tokenizer()
     built = build_source(source, tokens, make_engine(RunConfig()), leaves_out=True)
     return check_reward(
         source.describe(),
@@ -248,19 +231,9 @@ def _scorer(source: RewardSource, tokenizer: Any) -> Callable[[Sequence[CheckRow
 def _completions(rows: Sequence[CheckRow], texts: Sequence[str], tokenizer: Any) -> Completions:
     """Encode prompts and completions as a sampler would return them, each ended by EOS."""
     end = tokenizer.eos_token_id
-    prompt_ids, prompt_mask = left_pad([_encode(row.prompt, tokenizer) or [end] for row in rows], end)
-    ids, mask = right_pad([[*_encode(text, tokenizer), end] for text in texts], end)
-    return Completions(
-        prompt_ids=prompt_ids,
-        prompt_mask=prompt_mask,
-        row_ids=torch.arange(len(rows)),
-        references=tuple(row.values for row in rows),
-        completion_ids=ids,
-        completion_mask=mask,
-        sampler_logprobs=torch.zeros(ids.shape),
-        finished=torch.ones(len(rows), dtype=torch.bool),
-        group_size=1,
-    )
+    prompts = [_encode(row.prompt, tokenizer) or [end] for row in rows]
+    ids = [[*_encode(text, tokenizer), end] for text in texts]
+    return as_completions(prompts, ids, pad_id=end, references=[row.values for row in rows], finished=True)
 
 
 def _encode(text: str, tokenizer: Any) -> list[int]:

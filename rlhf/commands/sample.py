@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Protocol, runtime_checkable
 
 import torch
 from rich.console import Console
@@ -65,13 +65,35 @@ TEMPERATURE, TOP_P = 0.7, 0.95  # of an answer, where only the other one is give
 HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer"
 
 
+@runtime_checkable
+class LineReader(Protocol):
+    """A stream of lines, such as standard input."""
+
+    def readline(self) -> str:
+        """Return the next line, or an empty string at the end of the stream."""
+
+    def isatty(self) -> bool:
+        """Return whether the stream is an interactive terminal."""
+
+
+@runtime_checkable
+class LineWriter(Protocol):
+    """A stream that is written to, such as standard output."""
+
+    def write(self, text: str, /) -> object:
+        """Write text, which may be part of a line."""
+
+    def flush(self) -> None:
+        """Flush what was written."""
+
+
 def run_chat(
     path: str,
     options: ChatOptions,
     *,
     sampling: SamplingConfig,
-    read: TextIO | None = None,
-    out: TextIO | None = None,
+    read: LineReader | None = None,
+    out: LineWriter | None = None,
 ) -> None:
     """Answer each line that is typed or piped in, until the end of the input or /quit.
 
@@ -140,7 +162,7 @@ def describe_drawing(drawing: Drawing) -> str:
     return f"temperature {drawing.temperature:g}, top-p {drawing.top_p:g}{top_k}"
 
 
-def _read_lines(read: TextIO, *, interactive: bool) -> Iterator[str]:
+def _read_lines(read: LineReader, *, interactive: bool) -> Iterator[str]:
     """Yield the lines of the input; an interrupt at the prompt (Ctrl-C) ends it, as the end of file does."""
     read_line: Callable[[], str] = (lambda: input("> ") + "\n") if interactive and read is sys.stdin else read.readline
     while True:
@@ -153,7 +175,7 @@ def _read_lines(read: TextIO, *, interactive: bool) -> Iterator[str]:
         yield line
 
 
-def _answer(conversation: Conversation, text: str, out: TextIO) -> None:
+def _answer(conversation: Conversation, text: str, out: LineWriter) -> None:
     def write(chunk: str) -> None:
         out.write(printable(chunk))
         out.flush()

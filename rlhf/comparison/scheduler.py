@@ -100,8 +100,7 @@ def record_failure(folder: Path, error: str, *, crowded: bool = False) -> None:
         crowded: other cells left it no memory.
     """
     content = {"error": redact_text(error), "crowded": crowded}
-    write_atomically(folder / FAILED, json.dumps(content, ensure_ascii=False) + "
-")
+    write_atomically(folder / FAILED, json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def failure_of(folder: Path) -> str | None:

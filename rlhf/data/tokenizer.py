@@ -16,12 +16,12 @@ import hashlib
 import importlib.util
 import json
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
@@ -36,6 +36,7 @@ from rlhf.data.paths import looks_local, missing
 from rlhf.data.rows import Row, RowCounts
 from rlhf.data.templates import Rendered, Template, Tools, choose_template, render, turn_end_id
 from rlhf.errors import DataError, ModelError, install_hint
+from rlhf.types import Completions
 
 ADAPTER = "adapter_config.json"
 TOKENIZER_FILES = (  # of all tokenizer classes of transformers; a folder has those of its class
@@ -334,22 +335,6 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=BYTE_END)
 
 
-__all__ = [
-    "Rendered",
-    "Template",
-    "appended_tokens",
-    "byte_tokenizer",
-    "choose_template",
-    "load_tokenizer",
-    "pad_id",
-    "render",
-    "shares_vocabulary",
-    "text_vocabulary",
-    "tokenizer_of_text",
-    "vocabulary_digest",
-]
-
-
 def left_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "B P"], Bool[Tensor, "B P"]]:
     """Pad rows on the left, so that all end in the last column; return `(ids, mask)`."""
     return _pad(rows, pad_id, left=True)
@@ -364,6 +349,30 @@ def right_pad_flags(rows: Sequence[Sequence[bool]]) -> Bool[Tensor, "B T"]:
     """Pad rows of flags on the right with False."""
     flags, live = _pad([[int(flag) for flag in row] for row in rows], 0, left=False)
     return flags.bool() & live
+
+
+def as_completions(
+    prompts: Sequence[Sequence[int]],
+    ids: Sequence[Sequence[int]],
+    *,
+    pad_id: int,
+    references: Sequence[Mapping[str, Any]] | None = None,
+    finished: bool = False,
+) -> Completions:
+    """Return completions of prompts, one each, as a sampler would; no `references`: empty ones."""
+    prompt_ids, prompt_mask = left_pad(prompts, pad_id)
+    completion_ids, completion_mask = right_pad(ids, pad_id)
+    return Completions(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        row_ids=torch.arange(len(prompts)),
+        references=tuple({} for _ in prompts) if references is None else tuple(references),
+        completion_ids=completion_ids,
+        completion_mask=completion_mask,
+        sampler_logprobs=torch.zeros(completion_ids.shape),
+        finished=torch.full((len(prompts),), finished),
+        group_size=1,
+    )
 
 
 def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ from rlhf.config.data import ChatFormat
 from rlhf.config.sections import OfflineConfig, TrainConfig
 from rlhf.data.datasets import sequential_batches
 from rlhf.data.pairs import demonstration_pipeline
-from rlhf.data.tokenizer import choose_template, load_tokenizer, stop_token_ids, vocabulary_digest
+from rlhf.data.templates import choose_template
+from rlhf.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_digest
 from rlhf.errors import ConfigError
 from rlhf.factory.context import RunContext
 from rlhf.models.backbone import CausalLM, check_vocabulary, context_length, eos_ids, freeze, load_causal_lm

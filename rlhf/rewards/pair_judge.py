@@ -312,27 +312,12 @@ def both_orders(
 
 def completions_of(prompts: Sequence[str], answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Completions:
     """Encode prompts, as a model reads them, and answers to them as finished completions, one row for each prompt."""
-    import torch
-
-    from rlhf.types import Completions
+    from rlhf.data.tokenizer import as_completions
 
     end = tokenizer.eos_token_id
     ids = [[tokenizer.encode(text, add_special_tokens=False) for text in side] for side in (prompts, answers)]
-    prompt_ids, completion_ids = ids[0], [[*row, end] for row in ids[1]]
-    widths = [max(map(len, side)) for side in (prompt_ids, completion_ids)]
-    left = torch.tensor([[end] * (widths[0] - len(row)) + row for row in prompt_ids])
-    right = torch.tensor([row + [end] * (widths[1] - len(row)) for row in completion_ids])
-    return Completions(
-        prompt_ids=left,
-        prompt_mask=torch.tensor([[False] * (widths[0] - len(row)) + [True] * len(row) for row in prompt_ids]),
-        row_ids=torch.arange(len(left)),
-        references=tuple({"prompt": prompt} for prompt in prompts),
-        completion_ids=right,
-        completion_mask=torch.tensor([[True] * len(row) + [False] * (widths[1] - len(row)) for row in completion_ids]),
-        sampler_logprobs=torch.zeros(right.shape),
-        finished=torch.ones(len(right), dtype=torch.bool),
-        group_size=1,
-    )
+    references = [{"prompt": prompt} for prompt in prompts]
+    return as_completions(ids[0], [[*row, end] for row in ids[1]], pad_id=end, references=references, finished=True)
 
 
 def _read(answers: object, count: int, target: str) -> list[Verdict | None]:

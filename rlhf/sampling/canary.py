@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from rlhf.data.tokenizer import left_pad, right_pad
+from rlhf.data.tokenizer import as_completions
 from rlhf.models.adapters import base_model, is_adapted
 from rlhf.models.backbone import CausalLM, autocast
 from rlhf.models.policy_models import Models
@@ -31,23 +31,6 @@ KEY = 20_260_501  # of the canary's draws
 ROUNDINGS = 2.0  # times the trainer's own rounding: the server rounds too, in another order
 SEARCH_S = 60.0  # seconds after which no more hypotheses are tried
 CLOSER = 0.1  # a hypothesis explains a difference if at most this share of it remains
-
-
-def as_completions(prompts: list[list[int]], ids: list[list[int]], *, pad_id: int) -> Completions:
-    """Return completions of prompts, one each, as the trainer's models read them."""
-    prompt_ids, prompt_mask = left_pad(prompts, pad_id)
-    completion_ids, completion_mask = right_pad(ids, pad_id)
-    return Completions(
-        prompt_ids=prompt_ids,
-        prompt_mask=prompt_mask,
-        row_ids=torch.arange(len(prompts)),
-        references=tuple({} for _ in prompts),
-        completion_ids=completion_ids,
-        completion_mask=completion_mask,
-        sampler_logprobs=torch.zeros(completion_ids.shape),
-        finished=torch.zeros(len(prompts), dtype=torch.bool),
-        group_size=1,
-    )
 
 
 def live_prompts(prompts: Prompts) -> list[list[int]]:

@@ -25,12 +25,11 @@ from transformers import PreTrainedModel
 
 from rlhf.algo.support import Limits
 from rlhf.config.sections import SamplingConfig
-from rlhf.data.tokenizer import left_pad
+from rlhf.data.tokenizer import as_completions, left_pad
 from rlhf.errors import UserError
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, context_length, load_adapter
 from rlhf.models.policy_models import Models
-from rlhf.sampling.canary import as_completions
 from rlhf.sampling.fast.engine import KeptSteps
 from rlhf.sampling.push import load_tensors, pushed_tensors, read_push, tensor_digest
 from rlhf.sampling.sampler import Sampler, make_sampler

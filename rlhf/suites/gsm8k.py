@@ -32,7 +32,7 @@ from rlhf.suites.suite import EvalRows, Suite, SuiteContext, SuiteSamplingConfig
 from rlhf.verifiers.numeric_answers import expected_answer
 
 if TYPE_CHECKING:
-    from rlhf.data.tokenizer import Rendered
+    from rlhf.data.templates import Rendered
     from rlhf.suites.subject import Subject
 
 COLUMNS = ("question", "answer")

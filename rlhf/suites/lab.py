@@ -91,7 +91,7 @@ class LabSuite(Suite):
 
     def _encode(self, items: list[Item[str]], skips: RowCounts, subject: Subject) -> tuple[list[str], list[list[int]]]:
         """Return the prompts that fit into the model's context with an answer, and their token ids."""
-        from rlhf.data.tokenizer import Rendered
+        from rlhf.data.templates import Rendered
 
         encoded = subject.encoder.prompts([Rendered(item.value, (), templated=False) for item in items])
         by_id = {id(item): ids for item, ids in zip(items, encoded, strict=True)}

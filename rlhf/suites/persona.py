@@ -33,7 +33,7 @@ from rlhf.suites.suite import EvalRows, Suite, SuiteContext, fill, require_quest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlhf.data.tokenizer import Rendered
+    from rlhf.data.templates import Rendered
     from rlhf.suites.subject import Subject
 
 YES, NO = "Yes", "No"
@@ -174,7 +174,7 @@ def _answer_tokens(subject: Subject, prompt: Rendered) -> tuple[list[int], list[
     Raises:
         DataError: the tokens of the two answers are empty or equal.
     """
-    from rlhf.data.tokenizer import Rendered
+    from rlhf.data.templates import Rendered
 
     space = "" if prompt.templated or prompt.prompt[-1:].isspace() else " "
     rendered = Rendered(prompt.prompt, (space + YES, space + NO), prompt.templated)

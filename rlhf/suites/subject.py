@@ -17,7 +17,8 @@ from rlhf.config.sections import SamplingConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.pairs import CompletionRows
 from rlhf.data.rows import BadRow
-from rlhf.data.tokenizer import Encoder, Rendered, left_pad, load_tokenizer, make_encoder, right_pad
+from rlhf.data.templates import Rendered
+from rlhf.data.tokenizer import Encoder, left_pad, load_tokenizer, make_encoder, right_pad
 from rlhf.errors import DataError, ModelError
 from rlhf.models.backbone import (
     CausalLM,

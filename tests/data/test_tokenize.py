@@ -9,7 +9,8 @@ from made_tokenizers import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf.data.tokenizer import Encoder, Rendered, make_encoder, text_vocabulary, tokenizer_of_text
+from rlhf.data.templates import Rendered
+from rlhf.data.tokenizer import Encoder, make_encoder, text_vocabulary, tokenizer_of_text
 from rlhf.errors import DataError
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=20)

@@ -18,11 +18,12 @@ from tiny_models import prompts_of, tiny
 from rlhf.algo.support import Limits
 from rlhf.config.files import merge
 from rlhf.config.sections import SamplingConfig
+from rlhf.data.tokenizer import as_completions
 from rlhf.models.backbone import body_of
 from rlhf.models.kernels.llama.forward import supports_fused
 from rlhf.models.kernels.packing import packing_unsupported_reason
 from rlhf.models.policy_models import Models
-from rlhf.sampling.canary import Reading, as_completions, is_rounding
+from rlhf.sampling.canary import Reading, is_rounding
 from rlhf.sampling.fast.engine import FastSampler
 from rlhf.sampling.service import PolicyService
 from rlhf.types import Completions
