@@ -313,7 +313,7 @@ class CompareConfig(Section):
     evaluations: Count = 10
     """Evaluations during each run if the budget is in completions; an arm's own eval.every takes precedence."""
     suites: dict[str, dict[str, Any]] = {}
-    """Suites of `rlhf eval` for every final model, by name, with their settings (dataset, sampling); null removes one."""
+    """Suites of `rlhf eval` for every final model, by name, with their settings; null removes one."""
     pairs: PairsConfig | None = None
     """Also judge the final completions pair by pair, against the start model or another arm; null: off."""
     equal_kl: Positive | None = None
