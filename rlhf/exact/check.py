@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as functional
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import TypeIs
 
 from rlhf.algo.advantages import token_rewards
 from rlhf.algo.divergence import TeacherTokens
@@ -50,7 +51,7 @@ def check(function: Checked, kind: Literal["loss", "advantage"] | None = None) -
     Raises:
         ConfigError: it is neither, by its class or its arguments; or a class cannot be made without settings.
     """
-    section = _with_defaults(function) if isinstance(function, type) and issubclass(function, Section) else function
+    section = _with_defaults(function) if _is_section_class(function) else function
     if not isinstance(section, Section):
         return _check_function(section, kind or _kind_of(section))
     if isinstance(section, PairLoss):
@@ -62,6 +63,10 @@ def check(function: Checked, kind: Literal["loss", "advantage"] | None = None) -
     if isinstance(section, TokenLoss) and section.reads_teacher:
         return CheckResult("loss", tuple(_check_distillation(section, enumerate_world())))
     return _check_function(_loss_function(section), "loss")
+
+
+def _is_section_class(function: Checked) -> TypeIs[type[Section]]:
+    return isinstance(function, type) and issubclass(function, Section)
 
 
 def _check_function(function: Callable[..., Tensor], kind: Literal["loss", "advantage"]) -> CheckResult:
