@@ -5,13 +5,13 @@ The facts are what a rule may need besides the configuration: the number of the 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
+from rlhf.planning.shapes import read_header
 from rlhf.section import Facts, Rule, Value
 
 RunConfiguration = OnlineConfig | OfflineConfig | RewardModelConfig
@@ -24,8 +24,6 @@ EVERY = (OnlineConfig, OfflineConfig, RewardModelConfig)
 
 _SIZE = re.compile(r"(?<![A-Za-z0-9.])(?:[A-Za-z]+)?(\d+(?:\.\d+)?)([KMB])(?![A-Za-z0-9])", re.IGNORECASE)
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
-_HEADER_BYTES = 8
-_LARGEST_HEADER = 100_000_000  # safetensors' own limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +65,7 @@ def _parameters_in(folder: Path) -> float | None:
     for place in (folder, folder / "model"):
         files = sorted(place.glob("*.safetensors")) if place.is_dir() else []
         if files and not (place / "adapter_config.json").is_file():
-            try:
-                return float(sum(_parameters_of(file) for file in files))
-            except (OSError, ValueError):
-                return None
+            headers = [read_header(file) for file in files]
+            counts = [math.prod(entry["shape"]) for header in headers if header for entry in header.values()]
+            return None if None in headers else float(sum(counts))
     return None
-
-
-def _parameters_of(file: Path) -> int:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(_HEADER_BYTES), "little")
-        if length > _LARGEST_HEADER:
-            raise ValueError(f"{file} is not a safetensors file")
-        header = json.loads(stream.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -131,7 +131,9 @@ def load_causal_lm(
     """
     location = locate_model(path)
     if location.is_adapter:
-        return _merged_adapter(Path(location.name), dtype=dtype, trust_remote_code=trust_remote_code)
+        folder = Path(location.name)
+        base = load_causal_lm(base_of_adapter(folder), dtype=dtype, trust_remote_code=trust_remote_code)
+        return merge_adapter(base, folder)
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     try:
         model = _load_split(location, config, dtype, trust_remote_code, engine)
@@ -211,7 +213,7 @@ def _forget_quantization(model: PreTrainedModel) -> None:
 def load_policy(
     config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerBase, engine: Engine | None = None
 ) -> CausalLM:
-    """Load the model to train as `config` describes it, with LoRA and gradient checkpointing where it asks for them.
+    """Load the model to train whole as `config` describes it, with gradient checkpointing if it asks for it.
 
     Where `engine` splits weights over the ranks, each loads its own part only.
 
@@ -221,8 +223,6 @@ def load_policy(
     model = load_causal_lm(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, engine=engine)
     if config.weights != "auto":
         store_weights(model, config.weights)
-    if config.lora is not None:
-        return prepare_policy(add_lora(model, config.lora), config, tokenizer, path)
     return prepare_policy(model, config, tokenizer, path)
 
 
@@ -246,9 +246,7 @@ def check_vocabulary(model: CausalLM, tokenizer: PreTrainedTokenizerBase, path: 
     Raises:
         ModelError: the tokenizer was made for another model.
     """
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    rows = int(getattr(weight, "ds_shape", weight.shape)[0])
+    rows = embedding_rows(model)
     token, highest = max(text_vocabulary(tokenizer).items(), key=lambda entry: entry[1])
     if highest >= rows:
         raise ModelError(
@@ -256,6 +254,13 @@ def check_vocabulary(model: CausalLM, tokenizer: PreTrainedTokenizerBase, path: 
             f"has {rows:,} embeddings: they do not belong together. Set policy.tokenizer to the model's own; a model "
             "that is to have more tokens must be given embeddings for them first (docs/decisions/010)"
         )
+
+
+def embedding_rows(model: CausalLM) -> int:
+    """Return the number of rows of the input embedding, also where its weight is split over the ranks."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return int(getattr(weight, "ds_shape", weight.shape)[0])
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> CausalLM:
@@ -373,11 +378,6 @@ def merge_adapter(base: M, folder: Path) -> M:
     """
     merged = cast(M, _adapted(base, folder, trainable=False).merge_and_unload())
     return merged.requires_grad_(True)  # peft freezes what it adapts
-
-
-def _merged_adapter(folder: Path, *, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
-    base = load_causal_lm(base_of_adapter(folder), dtype=dtype, trust_remote_code=trust_remote_code)
-    return merge_adapter(base, folder)
 
 
 def _adapted(base: nn.Module, folder: Path, *, trainable: bool) -> PeftModel:

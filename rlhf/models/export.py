@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf.data.tokenizer import TOKENIZER_FILES, ModelLocation, base_of_adapter, locate_model, locate_tokenizer
 from rlhf.errors import ModelError
 from rlhf.models.adapters import base_model
-from rlhf.models.backbone import CausalLM, published_config
+from rlhf.models.backbone import CausalLM, embedding_rows, published_config
 from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.rounding import lost_change, names_at_start
 from rlhf.models.weight_files import CONFIG, INDEX, StoredTensor, WeightFiles, local_folder, read_header, read_headers
@@ -294,7 +294,7 @@ def classifier_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     transformers reads a classifier's score at the rightmost token that is not `config.pad_token_id`. Our texts end with
     EOS: if that were the pad token too, the score would be read one token early.
     """
-    rows = _rows(model)
+    rows = embedding_rows(model)
     pad = tokenizer.pad_token_id
     if isinstance(pad, int) and pad < rows and pad != tokenizer.eos_token_id:
         return ClassifierPad(pad, tokenizer.pad_token)
@@ -446,12 +446,6 @@ def _main_dtype(trained: Mapping[str, Tensor], targets: Mapping[str, torch.dtype
         if weight.is_floating_point():
             sizes[targets[name]] = sizes.get(targets[name], 0) + weight.numel()
     return max(sizes, key=lambda dtype: sizes[dtype])
-
-
-def _rows(model: PreTrainedModel) -> int:
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    return int(getattr(weight, "ds_shape", weight.shape)[0])
 
 
 def _json(content: Mapping[str, Any]) -> str:

@@ -49,13 +49,6 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "config.json"
 
 
-class AdaptedScalarHead:
-    """What is known of a scalar-head model's adapters: peft's settings, with the base that they stand on."""
-
-    def __init__(self, settings: Any) -> None:
-        self.settings = settings
-
-
 def load_adapted(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -209,7 +202,7 @@ def add_adapters(model: ScalarHeadModel, settings: Any, base: str) -> None:
     train_saved_modules(body)
     model.head.requires_grad_(True)
     settings.base_model_name_or_path = base
-    model.adapter = AdaptedScalarHead(settings)
+    model.adapter = settings
 
 
 def _settings_in(folder: Path) -> Any:
@@ -290,7 +283,7 @@ def save_adapter(
     """
     folder.mkdir(parents=True, exist_ok=True)
     assert model.adapter is not None
-    settings = copy.deepcopy(model.adapter.settings)
+    settings = copy.deepcopy(model.adapter)
     settings.task_type = "SEQ_CLS"
     settings.inference_mode = True
     settings.modules_to_save = [*(settings.modules_to_save or []), "score"]

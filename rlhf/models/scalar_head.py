@@ -51,7 +51,7 @@ class ScalarHeadModel(nn.Module):
         super().__init__()
         self.classifier = classifier
         self.packing: Packing = "auto"
-        self.adapter: Any = None  # of rlhf.models.scalar_adapters, where adapters are trained
+        self.adapter: Any = None  # peft's settings of the adapters, if any are trained
 
     @property
     def head(self) -> nn.Linear:
@@ -72,12 +72,15 @@ class ScalarHeadModel(nn.Module):
 
     def score_hidden(self, hidden: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape"]:
         """Compute the calibrated scores of hidden states, in float32 at least."""
-        head = self.head
-        dtype = head.weight.dtype
-        with torch.autocast(device_type=hidden.device.type, enabled=False):
-            raw: Tensor = head(hidden.to(dtype)).squeeze(-1)  # called as a module: ZeRO-3 gathers its weight only then
         mean, std = self.calibration
-        return (raw - mean) / std
+        return (self.raw_scores(hidden).squeeze(-1) - mean) / std
+
+    def raw_scores(self, hidden: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape K"]:
+        """Compute what the head makes of hidden states, before calibration, in float32 at least."""
+        head = self.head
+        with torch.autocast(device_type=hidden.device.type, enabled=False):
+            raw: Tensor = head(hidden.to(head.weight.dtype))  # called as a module: only then ZeRO-3 gathers its weight
+        return raw
 
     def forward(
         self, sequences: Sequences | PackedBatch, chosen: Int[Tensor, " M"] | None = None
@@ -347,10 +350,7 @@ class EnsembleHeadModel(ScalarHeadModel):
 
     def member_scores(self, hidden: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape K"]:
         """Compute the calibrated scores of every member, in float32 at least."""
-        head = self.head
-        dtype = head.weight.dtype
-        with torch.autocast(device_type=hidden.device.type, enabled=False):
-            raw: Tensor = head(hidden.to(dtype))  # called as a module: ZeRO-3 gathers its weight only then
+        raw = self.raw_scores(hidden)
         means, stds = self.member_calibration
         return (raw - means.to(raw)) / stds.to(raw)
 
@@ -440,16 +440,11 @@ def single_head(model: ScalarHeadModel) -> ScalarHeadModel:
     biases = torch.zeros(model.size, dtype=torch.float64) if old.bias is None else old.bias.detach().double().cpu()
     with torch.no_grad():
         head.weight.copy_((old.weight.double().cpu() / stds[:, None]).mean(dim=0, keepdim=True))
-    folded = _with_head(classifier, head)
-    folded.calibrate(float(((means - biases) / stds).mean()), 1.0)
-    folded.packing = model.packing
-    return folded
-
-
-def _with_head(classifier: PreTrainedModel, head: nn.Linear) -> ScalarHeadModel:
-    """Replace the heads of a classifier by one."""
     classifier.score = head
     classifier.config.num_labels = 1
     if hasattr(classifier.config, ENSEMBLE_SIZE):
         delattr(classifier.config, ENSEMBLE_SIZE)
-    return ScalarHeadModel(classifier)
+    folded = ScalarHeadModel(classifier)
+    folded.calibrate(float(((means - biases) / stds).mean()), 1.0)
+    folded.packing = model.packing
+    return folded

@@ -247,8 +247,8 @@ def _as_counted(shape: Shape, folder: Path) -> Shape:
 
     The head of a classifier is in the files of a reward model; it is as small as `backbone` takes it to be.
     """
-    headers = [header for file in sorted(folder.glob("*.safetensors")) if (header := _header(file)) is not None]
-    tensors = [tensor for header in headers for name, tensor in header.items() if name != "__metadata__"]
+    headers = [header for file in sorted(folder.glob("*.safetensors")) if (header := read_header(file)) is not None]
+    tensors = [tensor for header in headers for tensor in header.values()]
     if not tensors:
         return shape
     counts: dict[str, int] = {}
@@ -258,7 +258,8 @@ def _as_counted(shape: Shape, folder: Path) -> Shape:
     return replace(shape, stored=stored)
 
 
-def _header(file: Path) -> dict[str, Any] | None:
+def read_header(file: Path) -> dict[str, Any] | None:
+    """Return the dtype and shape of each tensor of a safetensors file, by its name; None if it is none."""
     try:
         with file.open("rb") as stream:
             (length,) = _HEADER.unpack(stream.read(_HEADER.size))
@@ -267,7 +268,9 @@ def _header(file: Path) -> dict[str, Any] | None:
             header = json.loads(stream.read(length))
     except (OSError, ValueError, struct.error):
         return None
-    return header if isinstance(header, dict) else None
+    if not isinstance(header, dict):
+        return None
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def _made_on_meta(name: str) -> Shape | None:

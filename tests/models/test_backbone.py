@@ -25,6 +25,7 @@ from rlhf.models.backbone import (
     load_adapter,
     load_causal_lm,
     load_policy,
+    prepare_policy,
     save_model,
 )
 from rlhf.models.logprobs import completion_outputs
@@ -256,8 +257,15 @@ def test_a_damaged_adapter_is_a_model_error(tmp_path: Path) -> None:
 def test_a_lora_policy_with_checkpointing_has_a_gradient(tmp_path: Path) -> None:
     path = saved(tiny(), tmp_path)
     config = PolicyConfig(model=path, dtype="float64", lora=LoraConfig(r=2), gradient_checkpointing=True)
-    plain = load_policy(config.model_copy(update={"gradient_checkpointing": False}), path, tokenizer())
-    spared = load_policy(config, path, tokenizer())
+    plain, spared = (
+        prepare_policy(
+            add_lora(load_causal_lm(path, dtype="float64"), LoraConfig(r=2)),
+            config.model_copy(update={"gradient_checkpointing": saves}),
+            tokenizer(),
+            path,
+        )
+        for saves in (False, True)
+    )
     spared.load_state_dict(plain.state_dict())
     grads = []
     for model in (plain, spared):
