@@ -36,6 +36,12 @@ class TeacherTokens:
         best = self.logprobs.argmax(dim=-1)
         return best if self.ids is None else self.ids.gather(1, best[:, None]).squeeze(1)
 
+    def within(self, width: int) -> TeacherTokens:
+        """Return the distribution over the first `width` ids, where the whole vocabulary is given."""
+        if self.ids is not None or self.logprobs.shape[1] <= width:
+            return self
+        return TeacherTokens(logprobs=self.logprobs[:, :width].log_softmax(dim=-1))
+
     def top(self, k: int) -> TeacherTokens:
         """Return the k likeliest tokens, with the probability of all others added up."""
         if self.logprobs.shape[1] <= k:
@@ -101,8 +107,7 @@ def same_width(log_pi: Float[Tensor, "N V"], teacher: TeacherTokens) -> tuple[Te
     if teacher.ids is not None or teacher.logprobs.shape[1] == log_pi.shape[1]:
         return log_pi, teacher
     width = min(log_pi.shape[1], teacher.logprobs.shape[1])
-    cut = TeacherTokens(logprobs=teacher.logprobs[:, :width].log_softmax(dim=-1))
-    return log_pi[:, :width].log_softmax(dim=-1), cut
+    return log_pi[:, :width].log_softmax(dim=-1), teacher.within(width)
 
 
 def tail_error_bound(

@@ -207,6 +207,8 @@ def store_answers(config: OfflineConfig, out: Path, *, top_k: int, warn: Callabl
     )
     policy = load_causal_lm(model_folder(config.policy.model), trust_remote_code=config.policy.trust_remote_code)
     source = teacher.build(teacher_context(config, tokenizer, policy, engine, warn=warn))
+    embeddings = policy.get_input_embeddings().weight
+    assert isinstance(embeddings, Tensor)
     rows: list[tuple[list[int], list[int]]] = []
     ids: list[Tensor] = []
     logprobs: list[Tensor] = []
@@ -218,7 +220,7 @@ def store_answers(config: OfflineConfig, out: Path, *, top_k: int, warn: Callabl
         for batch in sequential_batches(loaded, config.batch.micro_batch_size):
             here = batch.to(engine.device)
             rows += live_rows(here)
-            for listed in _top_of(source(here), int(here.completion_mask.sum()), top_k):
+            for listed in _top_of(source(here), int(here.completion_mask.sum()), top_k, width=len(embeddings)):
                 assert listed.ids is not None
                 ids.append(listed.ids.to(torch.int32).cpu())
                 logprobs.append(listed.logprobs.float().cpu())
@@ -237,10 +239,10 @@ def _asked(config: OfflineConfig) -> Teacher:
     return config.teacher
 
 
-def _top_of(targets: Targets, count: int, top_k: int) -> Iterator[TeacherTokens]:
-    """Yield the teacher's likeliest tokens, a chunk of tokens at a time."""
+def _top_of(targets: Targets, count: int, top_k: int, *, width: int) -> Iterator[TeacherTokens]:
+    """Yield the teacher's likeliest tokens, a chunk of tokens at a time; `width` is the number of the policy's ids."""
     for start in range(0, count, TOKENS_AT_A_TIME):
-        part = targets.part(slice(start, min(start + TOKENS_AT_A_TIME, count)))
+        part = targets.part(slice(start, min(start + TOKENS_AT_A_TIME, count))).within(width)
         if top_k > part.logprobs.shape[1]:
             raise ConfigError(f"--top-k is {top_k}, but the teacher gives {part.logprobs.shape[1]} tokens")
         top = part.top(top_k)

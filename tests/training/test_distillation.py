@@ -304,6 +304,18 @@ def test_a_file_of_other_data_or_another_vocabulary_is_refused(tmp_path: Path) -
         offline(merge(top, {"run": {"out_dir": str(tmp_path / "c")}}))
 
 
+def test_a_file_has_no_ids_that_only_the_teacher_has(tmp_path: Path) -> None:
+    """As of Qwen2.5 7B and 0.5B: one tokenizer, and more rows of padding in the larger model's head."""
+    tree = sft_with_teacher(tmp_path, schedule={"steps": 3})
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher")
+    teacher.resize_token_embeddings(len(WORDS) + 6)
+    teacher.save_pretrained(tmp_path / "teacher")
+    by_model = weights(trained_offline(tree).trained.module)
+    shutil.rmtree(tmp_path / "run")
+    by_file = weights(trained_offline(stored(tree, tmp_path / "all.safetensors", "--top-k", "10")).trained.module)
+    assert largest_difference(by_model, by_file) < 1e-4
+
+
 # A server
 
 
