@@ -167,7 +167,7 @@ def run_best_of_n(cell: CellConfig, arm: BestOfNArm, folder: Path) -> Judgment:
     sizes = Sizes(policy=count_parameters(completer.model), reward=count_source_parameters(cell.proxy))
     cost = Costs(
         completions=len(used),
-        generated_tokens=int(used.completion_mask.sum()),
+        generated_tokens=int(used.action_mask.sum()),
         flops=sampling_flops(sizes, tokens=tokens),
         seconds=seconds * arm.n / draws.count,
     )
@@ -227,7 +227,7 @@ def _judged(draws: BestOfNSamples, arm: BestOfNArm, completer: Completer) -> Jud
     kept = draws.completions.rows(best)
     gold, picked = (Scores(values=scores.values[best], parts={}) for scores in (draws.gold, draws.proxy))
     decode = make_decode(completer.tokenizer)
-    lengths = kept.completion_mask.sum(dim=1)
+    lengths = kept.action_mask.sum(dim=1)
     rows: Sequence[Mapping[str, object]] = [
         {
             "row": row,

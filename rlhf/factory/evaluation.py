@@ -155,7 +155,7 @@ def _other_side(config: TrainConfig, run: str, against: str, after: _Side) -> _S
 def _length_difference(after: _Side, before: _Side) -> Float[Tensor, " N"]:
     """Compute how much longer each completion of the first is, in tokens or, for other vocabularies, characters."""
     if after.tokenizer.get_vocab() == before.tokenizer.get_vocab():
-        a, b = (side.evaluation.rollout.completion_mask.sum(dim=1) for side in (after, before))
+        a, b = (side.evaluation.rollout.action_mask.sum(dim=1) for side in (after, before))
     else:
         a, b = (torch.tensor([len(text) for text in side.texts.completions]) for side in (after, before))
     return (a - b).double()

@@ -369,6 +369,7 @@ def comparison(pairs: Sequence[Pair]) -> str:
 
 FIRST_PAIRS = 8  # shown at first; the rest is collapsed
 FACTS = ("algorithm", "model", "seed")  # of each run laid over others
+MOST_IN_TITLE = 4  # runs laid over each other whose names fit in the title
 
 
 def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
@@ -392,7 +393,7 @@ def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
         path,
         "overlay.html.j2",
         [chart for group in groups for chart in group.charts],
-        title=" and ".join(records),
+        title=" and ".join(records) if len(records) <= MOST_IN_TITLE else f"{len(records)} runs",
         runs=Table("Runs", ("run", *FACTS, "result"), rows),
         groups=groups,
         refresh=None,

@@ -30,3 +30,5 @@ def test_arms_play_episodes(tmp_path: Path) -> None:
         turns[arm] = judged["metrics"].get("eval/turns", 2)
     assert all(1 < count <= 3 for count in turns.values())
     assert judged["metrics"]["eval/score"] > 0  # the better of two episodes
+    words = [len(row["completion"].split()) for row in judged["rows"]]  # one token each, the environment's included
+    assert any(row["length"] < count for row, count in zip(judged["rows"], words, strict=True))

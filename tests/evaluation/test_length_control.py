@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +20,7 @@ from rlhf.evaluation.win_rate import (
     length_controlled_win_rate,
     outcomes,
 )
+from rlhf.factory.evaluation import _length_difference, _Side
 
 COUNT = 400
 
@@ -130,3 +134,16 @@ def test_a_fit_is_at_the_maximum_even_of_hopeless_data() -> None:
     p = (coefficients[:, :1] + coefficients[:, 1:] * x).sigmoid()
     gradient = torch.stack([(weights * (y - p)).sum(1), (weights * (y - p) * x).sum(1)], dim=1) - RIDGE * coefficients
     assert float((gradient.abs() / weights.sum(1, keepdim=True)).max()) < 1e-7
+
+
+def test_what_an_environment_wrote_is_no_length() -> None:
+    """As in eval/length, and in the lengths of a comparison."""
+    live = torch.ones(2, 5, dtype=torch.bool)
+    drew = torch.tensor([[True, False, False, True, True], [True, True, False, False, True]])
+    sides = []
+    for count in (5, 3):
+        rollout = SimpleNamespace(completion_mask=live, action_mask=drew[:, :count])
+        side = Mock(spec=_Side)
+        side.tokenizer, side.evaluation = SimpleNamespace(get_vocab=dict), SimpleNamespace(rollout=rollout)
+        sides.append(side)
+    assert _length_difference(sides[0], sides[1]).tolist() == [2.0, 1.0]

@@ -643,6 +643,20 @@ def test_curves_of_two_runs_are_laid_over_each_other(tmp_path: Path) -> None:
     assert "overlay:policy/early_stop" not in figures
 
 
+def test_many_runs_are_counted_in_the_title(tmp_path: Path) -> None:
+    runs = [run_folder(tmp_path / f"run-{i}", [{"step": 1, "score/mean": 1.0}]) for i in range(5)]
+    assert "<title>5 runs</title>" in write_overlay(runs, tmp_path / "five.html").read_text(encoding="utf-8")
+    assert "<title>run-0 and run-1</title>" in write_overlay(runs[:2], tmp_path / "two.html").read_text(
+        encoding="utf-8"
+    )
+
+
+def test_a_completion_of_white_space_is_told(tmp_path: Path) -> None:
+    samples = [sample(1, 0, " \n", 0.0), sample(1, 1, "", 0.0)]
+    texts = page_of(run_folder(tmp_path, [{"step": 1, "score/mean": 1.0}], samples=samples)).texts
+    assert [text for text in texts if text.startswith("(")] == ["(white space)", "(empty)"]
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     assert distinct_names([tmp_path / "a" / "ppo", tmp_path / "b" / "ppo"]) == ["a/ppo", "b/ppo"]
     with pytest.raises(UserError, match="given twice"):
