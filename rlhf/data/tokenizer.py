@@ -245,7 +245,7 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
         DataError: the tokenizer has neither.
     """
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    if isinstance(pad, int) and pad in text_vocabulary(tokenizer).values():
+    if isinstance(pad, int) and pad not in appended_tokens(tokenizer).values():
         return pad
     if not isinstance(eos, int):
         raise DataError("the tokenizer has no end-of-sequence token, so that no completion could ever end")
@@ -254,18 +254,20 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def text_vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Map every token that text can produce to its id, leaving out padding tokens appended after the vocabulary."""
-    vocabulary: dict[str, int] = dict(tokenizer.get_vocab())
-    for token in appended_tokens(tokenizer):
-        del vocabulary[token]
-    return vocabulary
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    appended = _appended(tokenizer, vocabulary)
+    return {token: token_id for token, token_id in vocabulary.items() if token not in appended}
 
 
 def appended_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Map each padding token appended after the vocabulary to its id: models often have no embedding for it."""
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return _appended(tokenizer, tokenizer.get_vocab())
+
+
+def _appended(tokenizer: PreTrainedTokenizerBase, vocabulary: dict[str, int]) -> dict[str, int]:
     candidates = {tokenizer.pad_token}
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and ADDED_TO_GGUF not in backend.get_vocab(with_added_tokens=False):
+    if backend is not None and backend.model.token_to_id(ADDED_TO_GGUF) is None:
         candidates.add(ADDED_TO_GGUF)
     candidates -= {tokenizer.eos_token, tokenizer.bos_token}
     from_last = sorted(vocabulary, key=vocabulary.__getitem__, reverse=True)

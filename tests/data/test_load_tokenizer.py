@@ -51,6 +51,21 @@ def test_a_pad_token_behind_the_vocabulary_fills_nothing_for_models_lack_its_emb
     assert max(text_vocabulary(tokenizer).values()) == size - 1
 
 
+def test_a_vocabulary_is_asked_for_once_for_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time it is made anew, which takes long for a large one, and a start asks often."""
+    tokenizer, asked = byte_tokenizer(pad="</s>"), list[str]()
+    vocabulary = tokenizer.get_vocab()
+
+    def counted(_: object) -> dict[str, int]:
+        asked.append("all")
+        return dict(vocabulary)
+
+    monkeypatch.setattr(type(tokenizer), "get_vocab", counted)
+    pad_id(tokenizer)
+    text_vocabulary(tokenizer)
+    assert asked == ["all", "all"]
+
+
 def test_vocabularies_are_shared_whatever_pads() -> None:
     plain, padded = byte_tokenizer(), byte_tokenizer()
     padded.add_special_tokens({"pad_token": "[PAD]"})
