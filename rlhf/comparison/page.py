@@ -32,7 +32,7 @@ from rlhf.config.compare import START_FOLDER, BudgetUnit
 from rlhf.config.load import dump
 from rlhf.config.sections import TrainConfig
 from rlhf.evaluation.frontier import overoptimized
-from rlhf.report.charts import Axis, Chart, Series, Table
+from rlhf.report.charts import DASHES, ROLES, Axis, Chart, Series, Table
 from rlhf.report.page import pair_details, write_page
 from rlhf.tracking.exported import rounding_warnings
 from rlhf.tracking.metrics import shown_in
@@ -168,7 +168,6 @@ def _facts(results: ComparisonResults) -> list[tuple[str, str]]:
     ]
 
 
-ROLES, DASHES = 8, ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
 MAX_ALL_SHOWN = 8  # arms that fit on one chart; of more than that, the best SHOWN are shown at first
 INITIALLY_SHOWN = 6

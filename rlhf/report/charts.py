@@ -15,6 +15,7 @@ from rlhf.report.record import MetricSeries, Record
 from rlhf.tracking.metrics import MetricInfo, format_number, shown_in
 
 Number = int | float
+ROLES, DASHES = 8, ("solid", "dash", "dot", "dashdot")  # colors of a page, and the dashes after each eight of them
 
 
 @dataclass(frozen=True)
@@ -368,7 +369,9 @@ def _overlay_chart(records: Mapping[str, Record], name: str, table: Mapping[str,
     for number, (run, record) in enumerate(records.items()):
         if record.points(name):
             metric, errors = record.series[name], record.series.get(f"{name}_se")
-            curves += _curve(metric, errors, role=f"s{number % 8 + 1}", exact=_is_exact(name, table), label=run)
+            role, dash = f"s{number % ROLES + 1}", DASHES[number // ROLES % len(DASHES)]
+            series = _curve(metric, errors, role=role, exact=_is_exact(name, table), label=run)
+            curves += [replace(curve, dash=dash) for curve in series]
     unit = table[name].unit if name in table else ""
     return Chart(f"overlay:{name}", name, Axis("step"), Axis(unit="" if unit == "-" else unit), curves)
 

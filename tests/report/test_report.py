@@ -643,6 +643,12 @@ def test_curves_of_two_runs_are_laid_over_each_other(tmp_path: Path) -> None:
     assert "overlay:policy/early_stop" not in figures
 
 
+def test_many_runs_laid_over_each_other_look_different() -> None:
+    rows = [{"step": step, "score/mean": 1.0 * step} for step in (1, 2, 3)]
+    (group,) = overlay_groups({f"run {i}": record(rows) for i in range(25)}, table_of(["score/mean"]))
+    assert len({(curve.role, curve.dash) for curve in group.charts[0].series}) == 25
+
+
 def test_many_runs_are_counted_in_the_title(tmp_path: Path) -> None:
     runs = [run_folder(tmp_path / f"run-{i}", [{"step": 1, "score/mean": 1.0}]) for i in range(5)]
     assert "<title>5 runs</title>" in write_overlay(runs, tmp_path / "five.html").read_text(encoding="utf-8")

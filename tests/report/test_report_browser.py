@@ -25,7 +25,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with JsonlLogger(folder.metrics) as metrics, JsonlLogger(folder.timings) as timings:
         metrics.log({"step": 0, "eval/score": 0.5, "eval/kl": 0.0, "eval/kl_se": 0.0})
         for step in range(1, 61):
-            row: dict[str, Any] = {"step": step, "score/mean": math.sin(step), "kl/reference": 6.0, "own/metric": 1.0}
+            row: dict[str, Any] = {
+                "step": step,
+                "score/mean": math.sin(step),
+                "kl/reference": 6.0,
+                "own/metric": 1.0,
+                "part/long" * 20: 1.0,
+            }
             if step == 60:
                 row |= {"eval/score": 0.9, "eval/kl": 6.1, "eval/kl_se": 0.1, "loss/policy": math.nan}
             metrics.log(row)
