@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick import quick
 from runs import largest_difference, make_model, online, ppo_tree, quiet, trained, trained_offline, weights, write_rows
 
 from rlhf.config.files import merge
@@ -64,7 +65,7 @@ def one_update(tree: dict[str, Any], experience: Experience | None, *settings: s
     return {f"{n}.{k}": v for n, m in modules.items() for k, v in weights(m).items()}, experience
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", quick(PRESETS, ["ppo", "grpo", "gspo", "dr_grpo", "online_dpo"]))
 def test_the_micro_batch_size_does_not_change_an_update(tmp_path: Path, preset: str) -> None:
     tree = exact(tmp_path, preset)
     whole, experience = one_update(tree, None, "batch.micro_batch_size=64")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fitting import TERMS, fit
+from quick import quick
 from runs import quiet
 from transformers import AutoModelForSequenceClassification
 
@@ -35,7 +36,7 @@ def test_configurations_load_and_keep_held_out_pairs_apart(path: Path) -> None:
     assert train.max_tokens == held_out.max_tokens
 
 
-@pytest.mark.parametrize("name", ["hh_rlhf_harmless", "alpaca_eval_prefs"])
+@pytest.mark.parametrize("name", quick(["hh_rlhf_harmless", "alpaca_eval_prefs"], ["hh_rlhf_harmless"]))
 def test_human_judgments_go_all_the_way_to_a_report_card(name: str, shared: Path) -> None:
     """A few pairs and two steps of a real, pretrained backbone: the path, not the result."""
     folder, backbone = shared / "data" / name, str(shared / "models" / "stories260K" / "hf")

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from quick import quick
 from servers import CPU, listening
 from tiny_models import BOS, PAD, saved, tiny
 from torch import Tensor, nn
@@ -159,8 +160,13 @@ def push(pool: ServerPool, policy: PushedPolicy) -> float:
         return pool.take_metrics()["server/canary"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mistake", MISTAKES)
+CASES = [(mistake, kind) for mistake in MISTAKES for kind in KINDS]
+OF_BOTH = ("old head", "stale cache", "old adapter")  # the canary is the same, its requests differ
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind"), quick(CASES, [case for case in CASES if case[1] == "rlhf" or case[0] in OF_BOTH])
+)
 def test_a_planted_mistake_is_found_and_named(tmp_path: Path, mistake: str, kind: str) -> None:
     server, cause, lora = MISTAKES[mistake]
     model = model_folder(tmp_path)
