@@ -50,7 +50,7 @@ def check(function: Checked, kind: Literal["loss", "advantage"] | None = None) -
     Raises:
         ConfigError: it is neither, by its class or its arguments; or a class cannot be made without settings.
     """
-    section = _with_defaults(function) if isinstance(function, type) and issubclass(function, Section) else function
+    section = _with_defaults(function) if isinstance(function, type) else function
     if not isinstance(section, Section):
         return _check_function(section, kind or _kind_of(section))
     if isinstance(section, PairLoss):
@@ -70,7 +70,9 @@ def _check_function(function: Callable[..., Tensor], kind: Literal["loss", "adva
     return CheckResult(kind, tuple(findings))
 
 
-def _with_defaults(kind: type[Section]) -> Section:
+def _with_defaults(kind: type[object]) -> Section:
+    if not issubclass(kind, Section):
+        raise ConfigError(f"{kind.__name__} is neither a loss nor an advantage: its class is not derived from one")
     missing = [name for name, field in kind.model_fields.items() if field.is_required()]
     if missing:
         raise ConfigError(f"{kind.__name__} has no default for {', '.join(missing)}: give an instance")
