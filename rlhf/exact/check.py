@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as functional
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import TypeIs
 
 from rlhf.algo.advantages import token_rewards
 from rlhf.algo.divergence import TeacherTokens
@@ -51,7 +50,7 @@ def check(function: Checked, kind: Literal["loss", "advantage"] | None = None) -
     Raises:
         ConfigError: it is neither, by its class or its arguments; or a class cannot be made without settings.
     """
-    section = _with_defaults(function) if _is_section_class(function) else function
+    section = _with_defaults(function) if isinstance(function, type) else function
     if not isinstance(section, Section):
         return _check_function(section, kind or _kind_of(section))
     if isinstance(section, PairLoss):
@@ -65,17 +64,15 @@ def check(function: Checked, kind: Literal["loss", "advantage"] | None = None) -
     return _check_function(_loss_function(section), "loss")
 
 
-def _is_section_class(function: Checked) -> TypeIs[type[Section]]:
-    return isinstance(function, type) and issubclass(function, Section)
-
-
 def _check_function(function: Callable[..., Tensor], kind: Literal["loss", "advantage"]) -> CheckResult:
     world, checked = enumerate_world(), checked_per_token(function, f"the {kind}")
     findings = _check_loss(checked, world) if kind == "loss" else _check_advantage(checked, world)
     return CheckResult(kind, tuple(findings))
 
 
-def _with_defaults(kind: type[Section]) -> Section:
+def _with_defaults(kind: type[object]) -> Section:
+    if not issubclass(kind, Section):
+        raise ConfigError(f"{kind.__name__} is neither a loss nor an advantage: its class is not derived from one")
     missing = [name for name, field in kind.model_fields.items() if field.is_required()]
     if missing:
         raise ConfigError(f"{kind.__name__} has no default for {', '.join(missing)}: give an instance")

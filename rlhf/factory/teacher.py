@@ -197,10 +197,14 @@ def store_answers(config: OfflineConfig, out: Path, *, top_k: int, warn: Callabl
     """Ask the teacher of an offline run about its demonstrations, held-out ones too, and write the answers to a file.
 
     Raises:
-        UserError: the configuration has no teacher that can be asked, its data are mixed or streamed, or the data or
-            the teacher cannot be read.
+        UserError: the configuration has no teacher that can be asked, its data are mixed or streamed, `top_k` or `out`
+            cannot be, or the data or the teacher cannot be read.
     """
     teacher = _asked(config)
+    if top_k < 1:
+        raise ConfigError(f"--top-k is {top_k}: a file without tokens would teach nothing; keep 1 or more")
+    if out.is_dir():
+        raise ConfigError(f"--out is the folder {out}: name a file, as in {out / 'teacher.safetensors'}")
     engine = Engine(choose_device(config.run.device, key="run.device"))
     tokenizer = load_tokenizer(
         config.policy.tokenizer or model_folder(config.policy.model), trust_remote_code=config.policy.trust_remote_code

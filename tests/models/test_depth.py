@@ -38,6 +38,7 @@ def test_rounding_is_no_mistake(body: Any) -> None:
     assert supports_fused(body)
 
 
+@pytest.mark.slow
 def test_nor_under_autocast_and_with_adapters(shared: Path, body: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert packing_unsupported_reason(body) == ""

@@ -40,8 +40,10 @@ from rlhf.algorithms.distill import DistillLoss
 from rlhf.cli import main
 from rlhf.config.files import merge
 from rlhf.config.load import train_config
+from rlhf.config.sections import OfflineConfig
 from rlhf.config.weights import LoraConfig
 from rlhf.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
+from rlhf.factory.teacher import store_answers
 from rlhf.guard.lint import lint
 from rlhf.models.backbone import CausalLM, add_lora
 from rlhf.models.policy_models import Models
@@ -302,6 +304,15 @@ def test_a_file_of_other_data_or_another_vocabulary_is_refused(tmp_path: Path) -
     rename_word(tmp_path / "model", "two", "three")
     with pytest.raises(ConfigError, match="vocabulary"):
         offline(merge(top, {"run": {"out_dir": str(tmp_path / "c")}}))
+
+
+def test_what_no_file_can_be_is_refused_before_the_teacher_is_asked(tmp_path: Path) -> None:
+    config = train_config(sft_with_teacher(tmp_path))
+    assert isinstance(config, OfflineConfig)
+    with pytest.raises(ConfigError, match="--top-k is 0"):
+        store_answers(config, tmp_path / "a.safetensors", top_k=0, warn=print)
+    with pytest.raises(ConfigError, match="--out is the folder"):
+        store_answers(config, tmp_path, top_k=3, warn=print)
 
 
 def test_a_file_has_no_ids_that_only_the_teacher_has(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def explicit_fisher(model: SearchedModel, experience: Experience) -> torch.Tenso
 
 def test_the_step_solves_the_damped_system_and_has_the_length_it_should(tmp_path: Path) -> None:
     small = {"r": 1, "target_modules": ["q_proj"]}
-    tree = merge(tree_of(tmp_path, cg_iterations=400, damping=0.05, line_search=False, max_kl=1e-4), {})
+    tree = merge(tree_of(tmp_path, cg_iterations=100, damping=0.05, line_search=False, max_kl=1e-4), {})
     tree["policy"]["lora"] = small
     run = online(tree)
     assert isinstance(run.policy, SearchedModel)
