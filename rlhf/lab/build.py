@@ -67,7 +67,7 @@ def lab_folder(spec: LabSpec) -> Path:
     return folder
 
 
-def resolve_lab_paths(config: C, spec: LabSpec | None = None) -> C:
+def resolve_lab_paths(config: C) -> C:
     """Return the configuration with every `lab:name` replaced by the path of that file.
 
     Without any such name the configuration is returned unchanged, and no lab is made.
@@ -80,7 +80,7 @@ def resolve_lab_paths(config: C, spec: LabSpec | None = None) -> C:
     if not names:
         return config
     _check_names(names)
-    folder = lab_folder(spec or LabSpec())
+    folder = lab_folder(LabSpec())
     replaced: C = type(config).model_validate(_with_paths(tree, folder))
     return replaced
 
