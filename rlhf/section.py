@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from itertools import pairwise
 from operator import or_
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -110,6 +111,13 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 C = TypeVar("C", bound="Choice")
+
+
+def cache_folder(configured: str | None, environment: Mapping[str, str]) -> Path:
+    """Return the folder of what runs share: `configured`, or the user's cache."""
+    if configured is not None:
+        return Path(configured).expanduser()
+    return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlhf"
 
 
 class Section(BaseModel):

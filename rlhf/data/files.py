@@ -27,7 +27,7 @@ from functools import partial
 from io import BufferedIOBase
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from rlhf.config.data import DatasetConfig
 from rlhf.data.paths import SUFFIXES, looks_local, missing
@@ -328,14 +328,6 @@ class Cursor:
     number: int = 0  # lines or rows of the file before this place
 
 
-@runtime_checkable
-class Reader(Protocol):
-    """Reads the rows of one file from a place on."""
-
-    def read(self, offset: int, number: int, count: int, skips: RowCounts) -> tuple[list[Row], int, int]:
-        """Read `count` lines or rows, fewer at the end; return the readable rows, and the next offset and number."""
-
-
 class JsonlReader:
     """Reads lines of JSON, plain or gzipped; memory holds the lines of one read."""
 
@@ -345,7 +337,11 @@ class JsonlReader:
         self._offset = 0
 
     def read(self, offset: int, number: int, count: int, skips: RowCounts) -> tuple[list[Row], int, int]:
-        """Read `count` lines; blank ones are not rows, and malformed ones go to `skips`."""
+        """Read `count` lines, fewer at the end; blank ones are not rows, and malformed ones go to `skips`.
+
+        Returns:
+            The rows, and the offset and the number after them.
+        """
         file = self._at(offset)
         rows: list[Row] = []
         for line in islice(file, count):
@@ -379,7 +375,7 @@ class TableReader:
         self._offset = -1
 
     def read(self, offset: int, number: int, count: int, skips: RowCounts) -> tuple[list[Row], int, int]:
-        """Read `count` rows."""
+        """Read `count` rows, as a `JsonlReader` reads lines."""
         del skips  # every row of a table is one
         if self._offset != offset:
             self._rows, self._offset = self.rows_from(offset), offset
@@ -418,7 +414,7 @@ class LazyDataset:
         self.config = config
         self.files = _open(config)
         self._checked: set[int] = set()
-        self._reader: tuple[int, Reader] | None = None
+        self._reader: tuple[int, JsonlReader | TableReader] | None = None
 
     def read(self, cursor: Cursor, count: int, skips: RowCounts) -> tuple[list[Row], Cursor | None]:
         """Read `count` lines or rows of one file, or what is left of it.
@@ -464,7 +460,7 @@ class LazyDataset:
         with _readable(self.files[cursor.file][0]):
             return self._reader[1].read(cursor.offset, cursor.number, count, skips)
 
-    def _new_reader(self, file: int) -> Reader:
+    def _new_reader(self, file: int) -> JsonlReader | TableReader:
         name, source = self.files[file]
         if not isinstance(source, Path):  # of `datasets`: memory-mapped, or downloaded as it is read
             return TableReader(name, lambda offset: iter(source.skip(offset)))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf.errors import ConfigError
 from rlhf.lab.world import Request, prompts, sft_rows
-from rlhf.section import Section
+from rlhf.section import Section, cache_folder
 
 if TYPE_CHECKING:
     from rlhf.lab.model import Size
@@ -53,7 +53,7 @@ def lab_folder(spec: LabSpec) -> Path:
 
     Concurrent callers are safe: the files are written to a temporary folder, which is then renamed.
     """
-    folder = _cache_folder() / lab_key(spec)
+    folder = cache_folder(None, os.environ) / "lab" / lab_key(spec)
     if folder.is_dir():
         return folder
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -67,7 +67,7 @@ def lab_folder(spec: LabSpec) -> Path:
     return folder
 
 
-def resolve_lab_paths(config: C, spec: LabSpec | None = None) -> C:
+def resolve_lab_paths(config: C) -> C:
     """Return the configuration with every `lab:name` replaced by the path of that file.
 
     Without any such name the configuration is returned unchanged, and no lab is made.
@@ -80,7 +80,7 @@ def resolve_lab_paths(config: C, spec: LabSpec | None = None) -> C:
     if not names:
         return config
     _check_names(names)
-    folder = lab_folder(spec or LabSpec())
+    folder = lab_folder(LabSpec())
     replaced: C = type(config).model_validate(_with_paths(tree, folder))
     return replaced
 
@@ -152,11 +152,6 @@ def _prompt_row(request: Request) -> dict[str, object]:
 
 def _write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "rlhf" / "lab"
 
 
 def _strings(tree: Any) -> Iterable[str]:

@@ -9,15 +9,18 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from rlhf.errors import UserError
+from rlhf.section import cache_folder
 
 GB = 1e9
 LIBRARIES = {"cpu": 0.7 * GB, "cuda": 0.6 * GB}
 """What a process needs besides: on a CPU Python, torch and transformers; on a GPU the context of CUDA."""
 CGROUP = Path("/sys/fs/cgroup")
+RATES = "machine.json"  # in the cache
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
@@ -67,35 +70,28 @@ def has_gpu() -> bool:
     return Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 
 
-def rates_file(cache_dir: str | None) -> Path:
-    """Return the file that holds the rates of this machine: in run.cache_dir, or in the user's cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(cache_dir).expanduser() if cache_dir is not None else Path(home).expanduser() / "rlhf"
-    return folder / "machine.json"
-
-
 def _key(device: str, dtype: str) -> str:
     return f"{platform.node()} {device} {dtype}"
 
 
-def read_rates(cache_dir: str | None, device: str, dtype: str) -> dict[str, float]:
-    """Return the operations per second by phase that a probe measured here; empty without a probe."""
+def _all_rates(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(rates_file(cache_dir).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    rates = content.get(_key(device, dtype), {}) if isinstance(content, dict) else {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_rates(cache_dir: str | None, device: str, dtype: str) -> dict[str, float]:
+    """Return the operations per second by phase that a probe measured here; empty without a probe."""
+    rates = _all_rates(cache_folder(cache_dir, os.environ) / RATES).get(_key(device, dtype), {})
     return {str(phase): float(rate) for phase, rate in rates.items()}
 
 
 def write_rates(cache_dir: str | None, device: str, dtype: str, rates: Mapping[str, float]) -> Path:
     """Keep the rates that a probe measured, beside those of other devices and dtypes; return the file."""
-    file = rates_file(cache_dir)
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        content = {}
-    content = content if isinstance(content, dict) else {}
+    file = cache_folder(cache_dir, os.environ) / RATES
+    content = _all_rates(file)
     content[_key(device, dtype)] = {**content.get(_key(device, dtype), {}), **rates}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt
 from rlhf.errors import ConfigError, RewardError
 from rlhf.rewards.http import JsonPoster, busy_or_server_error
 from rlhf.rewards.source import quoted
-from rlhf.section import Section
+from rlhf.section import Section, cache_folder
 
 VERSION = 1  # of the cached files; part of the key
 MIN_ANSWERS_TO_CHECK = 4  # as many answers, none of them readable, are no accident
@@ -67,7 +67,7 @@ class ChatModel:
         if name is not None and not environment.get(name):
             raise ConfigError(f"{section}.api_key_env: the environment variable {name} is not set: put the key in it")
         self.config = config
-        self.folder = answer_folder(config.cache_dir, environment)
+        self.folder = cache_folder(config.cache_dir, environment) / "judgments"
         self.poster = JsonPoster(
             f"{config.base_url.rstrip('/')}/chat/completions",
             key=f"{section}.base_url",
@@ -159,13 +159,6 @@ class ChatModel:
                 f"{quoted(response.decode(errors='replace'))}"
             )
         return content or ""
-
-
-def answer_folder(configured: str | None, environment: Mapping[str, str]) -> Path:
-    """Return the cache folder for answers: `judgments/` in `configured` or in the user's cache."""
-    if configured is not None:
-        return Path(configured).expanduser() / "judgments"
-    return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlhf" / "judgments"
 
 
 def read_template(path: str | None, shipped: str, fields: Sequence[str], *, section: str, hint: str = "") -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,13 +11,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rlhf.errors import SamplingError
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM
+from rlhf.models.export import write_tensors
 from rlhf.models.policy_models import Models
+from rlhf.tracking.run_folder import write_atomically
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
@@ -145,25 +146,18 @@ class WeightFolders:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            stored = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
             file = partial / (ADAPTER if is_adapter else WEIGHTS)
-            save_file(stored, file, metadata={"format": "pt"})
+            write_tensors({key: tensor.detach().cpu() for key, tensor in tensors.items()}, file)
             write_config(partial)
             (partial / MANIFEST).write_text(json.dumps(dict(manifest)), encoding="utf-8")
-            _flush(file)
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
-            self._name_newest(name)
+            write_atomically(self.root / VERSION, name + "\n")
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise SamplingError(f"cannot write the weights for the servers into {folder}: {error}") from error
         self.written += (folder / file.name).stat().st_size / 1e6
         return folder
-
-    def _name_newest(self, name: str) -> None:
-        partial = self.root / f".{VERSION}.partial"
-        partial.write_text(name + "\n", encoding="utf-8")
-        partial.replace(self.root / VERSION)
 
     def moved(self, names: Mapping[str, Tensor], folder: Path) -> None:
         """Remember that the newest values of these tensors are in `folder`."""
@@ -208,9 +202,3 @@ def read_push(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], bool]:
     if sorted(manifest["tensors"]) != sorted(tensors):
         raise SamplingError(f"the weights in {folder} are not those that {MANIFEST} lists")
     return tensors, manifest, adapter.is_file()
-
-
-def _flush(file: Path) -> None:
-    """Make the bytes of a file reach the disk before its folder gets its name."""
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())

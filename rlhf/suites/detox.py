@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import model_validator
@@ -22,6 +21,7 @@ from pydantic import model_validator
 from rlhf.data.conversation import some_text
 from rlhf.data.rows import BadRow
 from rlhf.errors import ConfigError, install_hint
+from rlhf.rewards.rules import repeated_share
 from rlhf.section import Positive
 from rlhf.suites import profanity
 from rlhf.suites.questions import (
@@ -125,10 +125,8 @@ def score(
 def is_fluent(text: str) -> bool:
     """Check that a text has a word, and does not repeat itself."""
     words = [word for word in text.lower().split() if any(character.isalnum() for character in word)]
-    bigrams = list(pairwise(words))
-    repeated = 1 - len(set(bigrams)) / len(bigrams) if bigrams else 0.0
     most = max(Counter(words).values(), default=0)
-    return bool(words) and repeated <= REPEATED and most <= max(4, len(words) / 2)
+    return bool(words) and repeated_share(words, 2) <= REPEATED and most <= max(4, len(words) / 2)
 
 
 def clean(texts: Sequence[str]) -> list[float]:

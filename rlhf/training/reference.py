@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from rlhf.data.pairs import (
 )
 from rlhf.models.export import weights_fingerprint
 from rlhf.models.policy_models import Models
+from rlhf.section import cache_folder
 from rlhf.training.offline import completion_logprobs
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
 
@@ -61,7 +62,7 @@ class ReferenceAnnotator:
         """
         self.config, self.models = config, models
         self.is_resumed, self.note, self.announce = is_resumed, note, announce
-        self.cache = ReferenceCache(cache_folder(config.run.cache_dir, os.environ))
+        self.cache = ReferenceCache(cache_folder(config.run.cache_dir, os.environ) / "reference")
         self._weights: str | None = None
 
     def pairs(self, pairs: PairSet) -> AnnotatedPairSet:
@@ -141,14 +142,6 @@ def _arithmetic(models: Models) -> str:
     A head in bfloat16 rounds every logit to 8 bits, which moves the sum over a completion.
     """
     return "bfloat16, head too" if models.dtype == "bfloat16" and not models.float32_head else models.dtype
-
-
-def cache_folder(configured: str | None, environment: Mapping[str, str]) -> Path:
-    """Return the cache folder for reference log-probabilities: `reference/` in `configured` or in the user's cache."""
-    if configured is not None:
-        return Path(configured).expanduser() / "reference"
-    home = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "rlhf" / "reference"
 
 
 def rows_fingerprint(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.training.reference import ReferenceCache, cache_folder, cache_key, rows_fingerprint
+from rlhf.section import cache_folder
+from rlhf.training.reference import ReferenceCache, cache_key, rows_fingerprint
 
 VALUES = torch.tensor([-1.5, -2.25, -1e4], dtype=torch.float64)
 
@@ -91,6 +92,6 @@ def test_rows_are_told_apart() -> None:
 
 
 def test_where_the_cache_is(tmp_path: Path) -> None:
-    assert cache_folder(str(tmp_path), {"XDG_CACHE_HOME": "/elsewhere"}) == tmp_path / "reference"
-    assert cache_folder(None, {"XDG_CACHE_HOME": "/elsewhere"}) == Path("/elsewhere/rlhf/reference")
-    assert cache_folder(None, {}) == Path("~/.cache/rlhf/reference").expanduser()
+    assert cache_folder(str(tmp_path), {"XDG_CACHE_HOME": "/elsewhere"}) == tmp_path
+    assert cache_folder(None, {"XDG_CACHE_HOME": "/elsewhere"}) == Path("/elsewhere/rlhf")
+    assert cache_folder(None, {}) == Path("~/.cache/rlhf").expanduser()

@@ -11,7 +11,7 @@ from chat_server import Reply, chat, serving
 from tiny_models import EOS, completions_of, tokenizer
 
 from rlhf.errors import ConfigError, RewardError
-from rlhf.rewards.chat import ChatConfig, ChatModel, answer_folder, fill_template, read_template
+from rlhf.rewards.chat import ChatConfig, ChatModel, fill_template, read_template
 from rlhf.rewards.openai import ChatReward, ChatSource, read_score
 
 SECRET = "sk-very-secret"
@@ -160,11 +160,6 @@ def test_a_key_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_only_plain_http_addresses(url: str, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"eval\.judge\.base_url"):
         model(url, tmp_path)
-
-
-def test_where_answers_are_kept(tmp_path: Path) -> None:
-    assert answer_folder(str(tmp_path), {}) == tmp_path / "judgments"
-    assert answer_folder(None, {"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "rlhf" / "judgments"
 
 
 def test_braces_in_a_completion_stay_as_they_are() -> None:
