@@ -129,8 +129,8 @@ def test_log_probabilities_are_those_of_transformers(family: Family, folder_of: 
 
 
 # One of four algorithms trains each family, in turn; the rest are slow. What they do with a family is the same: they
-# sample from it, ask it for log-probabilities and take their gradient. Besides, GRPO trains an adapter of each, or a reward
-# model, which is what a critic is, is trained of it below.
+# sample from it, ask it for log-probabilities and take their gradient. Besides, GRPO trains an adapter of each, or a
+# reward model, which is what a critic is, is trained of it below.
 CASES = [
     pytest.param(family, algorithm, id=f"{family.name}-{algorithm}", marks=[pytest.mark.slow] if place % 4 else [])
     for index, family in enumerate(FAMILIES)
