@@ -199,7 +199,7 @@ PAIRS = [
     ),
     Mutant(
         name="sequence-weight-upside-down",
-        file="rlhf/algo/selection.py",
+        file="rlhf/algo/correction.py",
         before="total = widen(torch.where(mask, logprobs - sampler_logprobs, 0.0))",
         after="total = widen(torch.where(mask, sampler_logprobs - logprobs, 0.0))",
         why="what only the hint made likely counts the most",

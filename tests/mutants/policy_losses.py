@@ -15,11 +15,11 @@ POLICY_LOSSES = [
     ),
     Mutant(
         name="importance-upside-down",
-        file="rlhf/algo/policy_loss.py",
-        before="return (torch.where(mask, logprobs - sampler_logprobs, 0.0)).exp().clamp(max=cap)",
-        after="return (torch.where(mask, sampler_logprobs - logprobs, 0.0)).exp().clamp(max=cap)",
+        file="rlhf/algo/correction.py",
+        before="difference = torch.where(mask, logprobs - sampler_logprobs, 0.0)",
+        after="difference = torch.where(mask, sampler_logprobs - logprobs, 0.0)",
         why="what the older policy drew too often counts twice instead of half",
-        tests=("tests/algo/test_policy_loss.py",),
+        tests=("tests/algo/test_correction.py",),
     ),
     Mutant(
         name="gspo-without-the-root",
