@@ -363,17 +363,16 @@ def test_labels_to_another_question_are_not_taken(folder: Path) -> None:
 
 
 def test_a_function_of_another_process_is_another_judge(tmp_path: Path) -> None:
-    """Both are called python:lambda."""
-    rows = [{"prompt": "red", "completions": ["good", "bad bad"]}]
-    out = str(tmp_path / "pairs.jsonl")
-    rlhf.label(rows, judge=lambda completions: [len(text) for text in completions], out=out, quiet=True)
-    program = (
-        f"import rlhf\njudge = lambda completions: [-len(text) for text in completions]\n"
-        f"rlhf.label({rows!r}, judge=judge, out={out!r}, quiet=True)\n"
-    )
-    (tmp_path / "label.py").write_text(program)
-    done = subprocess.run([sys.executable, tmp_path / "label.py"], capture_output=True, text=True, check=False)
-    assert "other code or other weights" in done.stderr, done.stderr
+    """Both are called python:lambda there."""
+    for body in ("len(text)", "-len(text)"):
+        program = (
+            "import rlhf\nrows = [{'prompt': 'red', 'completions': ['good', 'bad bad']}]\n"
+            f"judge = lambda completions: [{body} for text in completions]\n"
+            f"rlhf.label(rows, judge=judge, out={str(tmp_path / 'pairs.jsonl')!r}, quiet=True)\n"
+        )
+        (tmp_path / "label.py").write_text(program)
+        done = subprocess.run([sys.executable, tmp_path / "label.py"], capture_output=True, text=True, check=False)
+        assert ("other code or other weights" in done.stderr) == body.startswith("-"), done.stderr
 
 
 def test_a_judge_that_reads_other_columns_is_asked_when_they_change(tmp_path: Path) -> None:
