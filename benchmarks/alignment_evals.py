@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given = [*(["--data", data] if data else []), *limit, *parsed.set]
             is_whole &= measure(model, suite, given, parsed.results)
     figures = {model.name: read_folder(model.folder) | read_folder(parsed.results / model.name) for model in models}
+    figures = {name: suites for name, suites in figures.items() if suites}
     content = {"command": "rlhf eval MODEL --suite NAME --data DATA --limit LIMIT KEY=VALUE", "models": figures}
     parsed.out.parent.mkdir(parents=True, exist_ok=True)
     parsed.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

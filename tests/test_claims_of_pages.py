@@ -115,6 +115,20 @@ def test_the_comparison_on_json(name: str, file: str) -> None:
     assert seen == {(arm, seed) for arm, cells in results.items() for seed in cells}
 
 
+def test_the_suites_on_the_models_of_json() -> None:
+    models, seen = read("alignment_evals.json")["models"], set()
+    columns = [("blimp", "accuracy"), ("harmful", "refused"), ("xstest", "refused_unsafe"), ("toxicity", "toxic")]
+    for row in rows(page("docs/experiments/json.md").split("### What else")[1].split(ON_A_GPU)[0]):
+        if (arm := JSON_ARMS.get(row[0])) is None:
+            continue
+        for cell, (suite, name) in zip(row[1:], columns, strict=True):
+            figure = models[f"{arm}-seed-0"][suite]["figures"][name]
+            assert wrong(numbers(cell), [100 * figure[key] for key in ("value", "low", "high")]) == [], row
+        seen.add(arm)
+    assert {f"{arm}-seed-0" for arm in seen} == set(models)
+    assert all(model["xstest"]["figures"]["refused_safe"]["value"] == 0 for model in models.values())
+
+
 def test_what_pages_say_of_json_on_a_gpu() -> None:
     measured, stopped = read("compare_json_h100.json"), read("gpu_h100.json")["ppo_on_json_stopped"]
     grpo = [100 * cell["full"]["value"] for cell in measured["grpo"].values()]
