@@ -237,12 +237,12 @@ def score(*, completions, **rest):
 """
 
 
-@pytest.mark.usefixtures("warm_start")
 def test_the_error_on_the_page_has_no_key(tmp_path: Path) -> None:
     record_failure(tmp_path, "the reward server http://h:1/score?token=a1b2c3 refused: Bearer abcdefgh1234")
     assert failure_of(tmp_path) == "the reward server http://h:1/score?token=*** refused: Bearer ***"
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_a_cell_without_memory_beside_others_names_jobs_and_is_tried_again(tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.touch()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -362,17 +360,20 @@ def test_labels_to_another_question_are_not_taken(folder: Path) -> None:
         assert len(server.requests) == 16
 
 
-def test_a_function_of_another_process_is_another_judge(tmp_path: Path) -> None:
-    """Both are called python:lambda there."""
-    for body in ("len(text)", "-len(text)"):
-        program = (
-            "import rlhf\nrows = [{'prompt': 'red', 'completions': ['good', 'bad bad']}]\n"
-            f"judge = lambda completions: [{body} for text in completions]\n"
-            f"rlhf.label(rows, judge=judge, out={str(tmp_path / 'pairs.jsonl')!r}, quiet=True)\n"
-        )
-        (tmp_path / "label.py").write_text(program)
-        done = subprocess.run([sys.executable, tmp_path / "label.py"], capture_output=True, text=True, check=False)
-        assert ("other code or other weights" in done.stderr) == body.startswith("-"), done.stderr
+def test_a_function_of_another_process_is_another_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are called python:lambda there: a process knows the functions that it was given, and no other's."""
+    rows = [{"prompt": "red", "completions": ["good", "bad bad"]}]
+
+    def label_in_another_process(judge: Callable[..., Any]) -> None:
+        monkeypatch.setattr("rlhf.user_code._OBJECTS", {})
+        rlhf.label(rows, judge=judge, out=str(tmp_path / "pairs.jsonl"), quiet=True)
+
+    longer = lambda completions: [len(text) for text in completions]  # noqa: E731
+    shorter = lambda completions: [-len(text) for text in completions]  # noqa: E731
+    label_in_another_process(longer)
+    label_in_another_process(longer)
+    with pytest.raises(DataError, match="other code or other weights"):
+        label_in_another_process(shorter)
 
 
 def test_a_judge_that_reads_other_columns_is_asked_when_they_change(tmp_path: Path) -> None:
