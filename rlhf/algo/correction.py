@@ -12,8 +12,8 @@ mu draws them; a cap leaves out what exceeds it. tests/algo/test_correction.py c
 
 Truncation is Ionides 2008 (per token: Espeholt et al. 2018, eq. 1), apart from the clipped ratio to pi_old (Hilton et
 al. 2022, sec. 2); masking what exceeds the cap is in use against mismatches between samplers and trainers (TRL's GRPO
-has all four). Completions sampled with a hint have truncated weights too (rlhf.algorithms.rescue): those of a sequence
-are about as small as a success without the hint is rare.
+has all four). Completions sampled with a hint have truncated weights too (rlhf.algorithms.rescue). The weight of a
+whole sequence is about as small as a success without the hint is rare.
 """
 
 from __future__ import annotations

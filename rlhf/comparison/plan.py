@@ -247,7 +247,7 @@ def read_plan(config: CompareConfig, folder: Path) -> Plan:
 
 
 def ensure_owner(cell: Cell) -> None:
-    """Write cell.yaml, after a check that one that exists has the same settings, defaults included, but for suites.
+    """Write cell.yaml if there is none or its suites differ; its other settings must be the same, defaults included.
 
     Raises:
         ConfigError: as `check_owner`.

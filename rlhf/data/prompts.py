@@ -102,7 +102,7 @@ def prompt_pipeline(
 ) -> RowPipeline[PromptText, PromptSet]:
     """Describe how rows become prompts, each of which leaves room for `max_new_tokens` in the model's `context`.
 
-    `hints` are those of algorithm.rescue: every prompt is encoded with each of them, too.
+    Every prompt is also encoded with each of the `hints`, which algorithm.rescue gives.
 
     Raises:
         DataError: `max_new_tokens` leaves no room for a prompt.

@@ -86,7 +86,7 @@ class PolicyService:
         self._trained = [weight for weight in self.model.parameters() if weight.requires_grad]
 
     def _forget_samplers(self) -> None:
-        """Make samplers anew from now on, and one copy of the weights for all of them."""
+        """Drop all samplers and their shared copy of the weights; the next request makes them again."""
         self._kept = KeptSteps()
         self._sampler = lru_cache(SAMPLERS)(self._make_sampler)
 

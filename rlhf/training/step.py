@@ -43,7 +43,7 @@ class DrawnLoss(Loss, Protocol):
     """A loss that counts tokens of its passes for a figure."""
 
     def draw(self) -> None:
-        """Count those of the latest call of `terms`, which was no dummy pass."""
+        """Count the tokens of the latest call of `terms`; it is not called after a dummy pass."""
 
 
 @dataclass(frozen=True)
