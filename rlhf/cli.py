@@ -335,14 +335,20 @@ def _add_chat(chat: argparse.ArgumentParser) -> None:
 
 
 def _add_sample(sample: argparse.ArgumentParser) -> None:
-    sample.add_argument("--prompt", action="append", required=True, help="may be given several times")
+    asked = sample.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", action="append", help="may be given several times")
+    asked.add_argument("--data", help="prompts: a file, folder or hub id, as data.prompts.path; needs --out")
+    sample.add_argument("--out", type=Path, help="with --data: the JSONL file to write, a completion in each line")
+    sample.add_argument("--limit", type=int, help="with --data: only the first prompts")
     sample.add_argument("--count", type=int, default=1, help="completions per prompt (default: 1)")
     sample.add_argument("--seed", type=int, default=0, help="draw other completions (default: 0)")
     sample.add_argument("--greedy", action="store_true", help="take the most likely token each time")
     trained = "as the run was trained; a model folder"
     sample.add_argument("--max-new-tokens", type=int, help=f"longest completion, in tokens (default: {trained}: 128)")
     sample.add_argument("--temperature", type=float, help=f"divides the logits (default: {trained}: 1)")
-    sample.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this probability (default: 1)")
+    sample.add_argument(
+        "--top-p", type=float, help=f"draw from the likeliest tokens of this probability (default: {trained}: 1)"
+    )
     sample.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
 
 
@@ -737,16 +743,20 @@ def _chat(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _sample(parsed: argparse.Namespace, console: Console) -> None:
-    from rlhf.api.checks import SampleOptions, check_sampling
+    from rlhf.api.checks import SampleOptions, check_sampled_file, check_sampling
     from rlhf.data.paths import resolve_best
 
     target = resolve_best(parsed.target)
     options = _options(SampleOptions, parsed)
     settings = {"max_new_tokens": parsed.max_new_tokens, "temperature": parsed.temperature}
     sampling = check_sampling(target, parsed.prompt, options, **settings)
+    data = check_sampled_file(parsed.data, parsed.out, parsed.limit)
 
-    from rlhf.commands.sample import run_sample
+    from rlhf.commands.sample import run_sample, write_samples
 
+    if data is not None:
+        write_samples(target, data, parsed.out, options, sampling=sampling, console=console)
+        return
     run_sample(target, parsed.prompt, options, sampling=sampling, console=console)
 
 

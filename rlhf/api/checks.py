@@ -11,10 +11,20 @@ from typing import Any
 
 from rlhf.comparison.plan import Plan
 from rlhf.config.compare import START_FOLDER
+from rlhf.config.data import PromptsConfig
 from rlhf.config.files import Tree, branch_at, merge, parse_overrides
 from rlhf.config.load import load_chat_format, read_yaml, train_config, validate
 from rlhf.config.sections import OfflineConfig, SamplingConfig, TrainConfig
-from rlhf.data.paths import DATA_PREFIXES, Lookups, check_files, check_out_dir, is_missing, missing, missing_model
+from rlhf.data.paths import (
+    DATA_PREFIXES,
+    Lookups,
+    check_files,
+    check_out_dir,
+    is_missing,
+    missing,
+    missing_data,
+    missing_model,
+)
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.lab.build import PREFIX, resolve_lab_paths
 from rlhf.plugins import load_plugins
@@ -31,7 +41,7 @@ class SampleOptions:
     count: int = 1
     seed: int = 0
     greedy: bool = False
-    top_p: float | None = None  # None: from the full distribution, as in training
+    top_p: float | None = None  # None: as in training
     raw: bool = False  # no chat template
 
 
@@ -49,7 +59,7 @@ class ChatOptions:
 
 def check_sampling(
     path: str,
-    prompts: Sequence[str],
+    prompts: Sequence[str] | None,
     options: SampleOptions,
     *,
     max_new_tokens: int | None,
@@ -57,10 +67,14 @@ def check_sampling(
 ) -> SamplingConfig:
     """Return the sampling settings of the run in `path`, or the defaults, with the given values on top.
 
+    Args:
+        prompts: the texts to complete; None if they are in a file.
+
     Raises:
         UserError: a prompt or an option is invalid, or so is a setting of the run, or the model is missing.
     """
-    _check_prompts(prompts)
+    if prompts is not None:
+        _check_prompts(prompts)
     if options.count < 1:
         raise UserError(f"count is {options.count}: it has to be at least 1")
     _check_common(path, options)
@@ -72,7 +86,31 @@ def check_sampling(
         settings["max_new_tokens"] = max_new_tokens
     if temperature is not None:
         settings["temperature"] = temperature
+    if options.top_p is not None:
+        settings["top_p"] = options.top_p
     return validate(SamplingConfig, settings)
+
+
+def check_sampled_file(data: str | None, out: Path | None, limit: int | None) -> PromptsConfig | None:
+    """Return the section of the prompts of `rlhf sample --data`; None without a file.
+
+    Raises:
+        UserError: an option lacks another one, the data are missing, or there is a file at `out` already.
+    """
+    if data is None or out is None:
+        given = {"--data": data, "--out": out, "--limit": limit}
+        if data is None and out is None and limit is None:
+            return None
+        raise UserError(
+            f"{' and '.join(name for name, value in given.items() if value is not None)} alone: prompts of a file need "
+            "--data and --out, as in --data prompts.jsonl --out completions.jsonl"
+        )
+    check_output_file("--out", out)
+    if out.exists():
+        raise UserError(f"--out {out} is there already: name another file, or remove it")
+    if (problem := missing_data(data)) is not None:
+        raise DataError(f"--data: {problem}")
+    return validate(PromptsConfig, {"path": data} if limit is None else {"path": data, "limit": limit})
 
 
 def check_chat(path: str, options: ChatOptions) -> SamplingConfig:

@@ -1,10 +1,12 @@
-"""rlhf sample and rlhf chat: completions of prompts, printed, and a conversation in the terminal or through a pipe."""
+"""rlhf sample and rlhf chat: completions of prompts, and a conversation in the terminal or through a pipe."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Protocol, TextIO, runtime_checkable
 
 import torch
 from rich.console import Console
@@ -12,12 +14,19 @@ from rich.text import Text
 
 from rlhf.api.checks import ChatOptions, SampleOptions
 from rlhf.commands.notices import warn_of_rounding
+from rlhf.config.data import ChatFormat, PromptsConfig
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
+from rlhf.data.prompts import CONVERSATION, MESSAGES, prompt_pipeline
 from rlhf.errors import DataError, UserError
 from rlhf.factory.sampler import GREEDY, NO_TEMPLATE, Completer, Conversation, Drawing, published_drawing
+from rlhf.models.backbone import context_length
 from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.progress import printable
+from rlhf.types import Completions
+
+PROMPTS_AT_ONCE = 64  # of a file: an interruption loses the completions of at most these
+TAKEN = {"completions", "chosen", "rejected", "messages", "conversations", MESSAGES, CONVERSATION}  # not kept of a row
 
 
 def run_sample(
@@ -28,37 +37,78 @@ def run_sample(
     Raises:
         UserError: the model cannot be loaded, or a prompt is too long for it.
     """
-    warn_of_rounding(path)
-    completer = Completer(path, sampling, chat=NO_TEMPLATE if options.raw else load_chat_format(path))
-    texts = _nucleus(completer, prompts, options) if options.top_p is not None else _sample(completer, prompts, options)
-    for row, (text, finished) in enumerate(texts):
+    completer = _load(path, options, sampling)
+    samples = completer.sample(
+        prompts, count=options.count, key=derive_seed(options.seed, "sample"), greedy=options.greedy
+    )
+    for row, (text, finished) in enumerate(_texts(completer, samples)):
         if row % options.count == 0:
             console.print(Text(printable(prompts[row // options.count]), style="bold"), soft_wrap=True)
         unfinished = "" if finished else " …"
         console.print(Text(f"  → {printable(text.strip())}{unfinished}"), soft_wrap=True)
 
 
-def _sample(completer: Completer, prompts: list[str], options: SampleOptions) -> list[tuple[str, bool]]:
-    """Sample with the sampler that training uses."""
-    key = derive_seed(options.seed, "sample")
-    samples = completer.sample(prompts, count=options.count, key=key, greedy=options.greedy)
-    texts = [
-        completer.text(ids, mask) for ids, mask in zip(samples.completion_ids, samples.completion_mask, strict=True)
-    ]
-    return list(zip(texts, samples.finished.tolist(), strict=True))
+def write_samples(
+    path: str, data: PromptsConfig, out: Path, options: SampleOptions, *, sampling: SamplingConfig, console: Console
+) -> None:
+    """Write completions of the prompts of a data set to a JSONL file, which `rlhf label` and SFT read.
+
+    A line has `prompt` (a text or messages), `completion`, `finished` (false: cut at `sampling.max_new_tokens`) and the
+    other columns of the prompt's row. Draws depend on the seed and the prompt's place in the data set alone.
+
+    Raises:
+        UserError: the model or the data cannot be read, or the file cannot be written.
+    """
+    completer = _load(path, options, sampling)
+    prompts = prompt_pipeline(
+        data,
+        completer.tokenizer,
+        chat_template=_chat(path, options),
+        context=context_length(completer.model),
+        max_new_tokens=sampling.max_new_tokens,
+    ).load()
+    console.print(Text(prompts.skips.summary()), soft_wrap=True)
+    key, written, cut = derive_seed(options.seed, "sample"), 0, 0
+    with _create(out) as file:
+        for batch in prompts.batches(PROMPTS_AT_ONCE):
+            samples = completer.sampler.sample(batch, key=key, group_size=options.count, greedy=options.greedy)
+            for row, (text, finished) in enumerate(_texts(completer, samples)):
+                columns = dict(batch.references[row // options.count])
+                prompt = columns.get(MESSAGES, columns["prompt"])
+                kept = {name: value for name, value in columns.items() if name not in TAKEN}
+                line = {**kept, "prompt": prompt, "completion": text, "finished": finished}
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+                written, cut = written + 1, cut + (not finished)
+            file.flush()
+    console.print(
+        Text(f"{written:,} completions written to {out}; {cut:,} were cut at {sampling.max_new_tokens} tokens"),
+        soft_wrap=True,
+    )
 
 
-def _nucleus(completer: Completer, prompts: list[str], options: SampleOptions) -> list[tuple[str, bool]]:
-    """Sample by nucleus sampling: from the most likely tokens that together have probability top_p."""
-    assert options.top_p is not None
-    completer.encode(prompts)  # no completion is shortened, as without top_p
-    torch.manual_seed(options.seed)
-    drawing = GREEDY if options.greedy else Drawing(completer.sampling.temperature, options.top_p)
-    return [
-        completer.stream(completer.to_prompt(text), lambda _: None, drawing)
-        for text in prompts
-        for _ in range(options.count)
-    ]
+def _create(out: Path) -> TextIO:
+    """Open a new file to write to."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return out.open("x", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}") from error
+
+
+def _load(path: str, options: SampleOptions, sampling: SamplingConfig) -> Completer:
+    warn_of_rounding(path)
+    return Completer(path, sampling, chat=_chat(path, options))
+
+
+def _chat(path: str, options: SampleOptions) -> ChatFormat:
+    """Return the chat format of a run, or the one without a template for raw prompts."""
+    return NO_TEMPLATE if options.raw else load_chat_format(path)
+
+
+def _texts(completer: Completer, samples: Completions) -> Iterator[tuple[str, bool]]:
+    """Yield the text of each completion, and whether it ended by itself."""
+    rows = zip(samples.completion_ids, samples.completion_mask, samples.finished.tolist(), strict=True)
+    return ((completer.text(ids, mask), finished) for ids, mask, finished in rows)
 
 
 TEMPERATURE, TOP_P = 0.7, 0.95  # of an answer, where only the other one is given

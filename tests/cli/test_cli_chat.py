@@ -17,11 +17,12 @@ from rlhf.api.checks import ChatOptions, check_chat
 from rlhf.cli import main
 from rlhf.commands import sample as chat_command
 from rlhf.commands.sample import choose_drawing, run_chat
-from rlhf.config.data import ChatFormat
+from rlhf.config.data import ChatFormat, DatasetConfig
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import ModelError, UserError
 from rlhf.factory.sampler import GREEDY, Completer, Drawing, published_drawing
+from rlhf.labelling.data import read_groups
 
 TEMPLATE = chat_template("words")
 ROWS = [
@@ -241,6 +242,53 @@ def test_a_prompt_without_tokens_is_told(
 ) -> None:
     assert main(["sample", str(run_folder), "--raw", "--prompt", "red", "--prompt", "  ", *top_p]) == 2
     assert "prompt 2 has no tokens: give it a text to complete" in capsys.readouterr().err
+
+
+def written(folder: Path, data: Path, out: Path, *options: str) -> list[dict[str, Any]]:
+    arguments = ["sample", str(folder), "--data", str(data), "--out", str(out), "--max-new-tokens", "4", *options]
+    assert main(arguments) == 0
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_prompts_of_a_file_are_completed(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of rows that `rlhf label` and SFT read: the other columns stay, and no batch changes a draw."""
+    rows = [{"prompt": "blue one", "keys": {"a": 1}, "completion": "old"}, {"prompt": ""}]
+    rows += [{"prompt": [{"role": "user", "content": text}]} for text in ("red one", "blue one", "good")]
+    data, out = write_rows(tmp_path / "prompts.jsonl", rows), tmp_path / "deep" / "out.jsonl"
+    draws = ("--count", "2", "--temperature", "9")
+    lines = written(run_folder, data, out, *draws)
+    assert [line["prompt"][0]["content"] for line in lines[::2]] == ["blue one", "red one", "blue one", "good"]
+    assert lines[0].keys() == {"prompt", "completion", "finished", "keys"}
+    assert lines[0]["keys"] == {"a": 1}
+    told = capsys.readouterr().out
+    cut = sum(not line["finished"] for line in lines)
+    assert f"8 completions written to {out}; {cut} were cut at 4 tokens" in " ".join(told.split())
+    assert "4 rows used, 1 skipped" in told
+    monkeypatch.setattr("rlhf.commands.sample.PROMPTS_AT_ONCE", 1)
+    assert written(run_folder, data, tmp_path / "again.jsonl", *draws) == lines
+    assert written(run_folder, data, tmp_path / "fewer.jsonl", *draws, "--limit", "1") == lines[:2]
+    groups, _ = read_groups(DatasetConfig(path=str(out)))
+    assert {text for group in groups for text in group.completions} <= {line["completion"] for line in lines}
+    assert main(["sample", str(run_folder), "--data", str(data), "--out", str(out)]) == 2
+    assert "is there already: name another file, or remove it" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "prompts.jsonl"], "--data alone: prompts of a file need --data and --out"),
+        (["--prompt", "red", "--out", "x.jsonl"], "--out alone: prompts of a file need --data and --out"),
+        (["--data", "none.jsonl", "--out", "x.jsonl"], "--data: no such file or folder: none.jsonl"),
+        (["--data", "p.jsonl", "--out", "."], "--out . is a folder: name the file to write"),
+    ],
+)
+def test_options_of_a_file_are_checked(
+    options: list[str], message: str, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sample", str(run_folder), *options]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("option", [["--temperature", "0.5"], ["--system", "Be brief."], ["--max-new-tokens", "4"]])
