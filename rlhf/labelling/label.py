@@ -239,14 +239,16 @@ def rows_of(group: Group, verdict: Verdict, config: LabelConfig) -> list[dict[st
         texts = [group.completions[i] for i in order]
         scores = [verdict.scores[i] for i in order]
         return [{"prompt": group.prompt, "completions": texts, "ranks": ranks, "scores": scores}]
-    chosen = combinations(order, 2) if config.write == "pairs" else [(order[0], order[-1])]
-    rows = []
-    for i, j in chosen:
-        outcome = preferred(verdict, i, j, min_gap=config.min_gap)
-        if outcome != 0.5:
-            better, worse = (i, j) if outcome == 1 else (j, i)
-            rows.append(_pair_row(group, verdict, better, worse))
-    return rows
+
+    def beats(i: int, j: int) -> bool:
+        return preferred(verdict, i, j, min_gap=config.min_gap) == 1
+
+    if config.write == "best_and_worst":
+        best, worst = order[0], order[-1]
+        clear = verdict.scores[best] > verdict.scores[worst] and beats(best, worst)  # no circle
+        return [_pair_row(group, verdict, best, worst)] if clear else []
+    ordered = [(i, j) if beats(i, j) else (j, i) for i, j in combinations(order, 2)]
+    return [_pair_row(group, verdict, better, worse) for better, worse in ordered if beats(better, worse)]
 
 
 def _pair_row(group: Group, verdict: Verdict, better: int, worse: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,17 @@ def test_the_best_and_the_worst_alone_and_a_gap(folder: Path) -> None:
     assert [row["rejected"] for row in written(folder / "pairs.jsonl")] == ["good"]
     label(label_settings(str(folder / "completions.jsonl"), ["min_gap=2"], **settings))
     assert [(row["chosen"], row["rejected"]) for row in written(folder / "pairs.jsonl")] == [("good good good", "good")]
+
+
+@pytest.mark.parametrize("first", [0.0, 1.0])
+def test_a_judge_that_goes_in_a_circle_has_no_best(folder: Path, first: float) -> None:
+    """A beats B beats C beats A, or the reverse: C is not worse than A because the file has it later."""
+    (group, *_), _ = read_groups(DatasetConfig(path=str(folder / "completions.jsonl")))
+    wins = ((0.5, first, 1 - first), (1 - first, 0.5, first), (first, 1 - first, 0.5))
+    circle = replace(verdict_of_scores([1.0, 1.0, 1.0]), wins=wins, is_scored=False)
+    tree = {"completions": {"path": "c"}, "judge": {"type": "scores", "source": {"type": "function", "target": LONGER}}}
+    assert len(rows_of(group, circle, LabelConfig.model_validate({**tree, "write": "pairs"}))) == 3
+    assert rows_of(group, circle, LabelConfig.model_validate({**tree, "write": "best_and_worst"})) == []
 
 
 def test_rankings_have_the_best_first_and_share_ranks(folder: Path) -> None:
