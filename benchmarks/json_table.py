@@ -5,14 +5,15 @@
         [--chart docs/images/compare_json.svg]
 
 Per arm and seed: the share of held-out prompts whose answer parses, is right, and is right and nothing else (with
-Wilson's 95 % intervals), the KL to the start, the answers' length, and the cost. Writes JSON and prints the rows of a
-Markdown table.
+Wilson's 95 % intervals), the KL to the start, the answers' length, the mean effective sample size of importance
+weights, and what the training took. Writes JSON and prints the rows of a Markdown table.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,18 @@ def read_cell(folder: Path) -> dict[str, Any]:
     metrics = judged["metrics"]
     kl = metrics["eval/kl_exact"] if "eval/kl_exact" in metrics else metrics["eval/kl"]
     rows |= {"score": metrics["eval/score"], "kl": kl, "length": metrics["eval/length"], "prompts": len(judged["rows"])}
-    costs = folder / "costs.jsonl"
-    if costs.is_file() and (lines := costs.read_text(encoding="utf-8").splitlines()):
-        rows["costs"] = json.loads(lines[-1])
+    if costs := read_lines(folder / "costs.jsonl"):
+        rows["costs"] = costs[-1]
+    if peaks := [line["peak_memory_mb"] for line in read_lines(folder / "timings.jsonl")]:
+        rows["peak_memory_mb"] = max(peaks)
+    if sizes := [line["correction/ess"] for line in read_lines(folder / "metrics.jsonl") if "correction/ess" in line]:
+        rows["effective_sample_size"] = statistics.mean(sizes)
     return rows
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of a JSONL file; none if it is not there."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def read_comparison(folder: Path) -> dict[str, dict[str, Any]]:
@@ -64,6 +73,15 @@ NAMES = {
     "online_dpo": "online DPO",
     "rejection_sampling": "rejection sampling",
     "best_of_n": "best of 8",
+    "lora": "GRPO, LoRA",
+    "qlora": "GRPO, LoRA on nf4",
+    "none_2": "GRPO, two steps old",
+    "token_2": "the same, token_truncate",
+    "sequence_2": "the same, sequence_mask",
+    "int8_none": "GRPO, 8-bit sampler",
+    "int8_token": "the same, token_truncate",
+    "distill": "distillation",
+    "sft_samples": "SFT on the teacher's samples",
 }
 
 
@@ -94,12 +112,21 @@ def main() -> None:
     parser.add_argument("--chart", type=Path)
     args = parser.parse_args()
     arms = read_comparison(args.folder)
-    lines = ["| | parses, % | right, % | and nothing else, % | KL, nats | tokens |", "|---|---|---|---|---|---|"]
+    head = "| | parses, % | right, % | and nothing else, % | KL, nats | tokens | sample size | minutes | GB |"
+    lines = [head, "|---" * 9 + "|"]
     for name, seeds in arms.items():
         for seed, cell in seeds.items():
             shares = " | ".join(percent(cell[part]) for part in ("parses", "right", "full"))
             kl = "" if cell["kl"] is None else f"{cell['kl']:.1f}"
-            lines.append(f"| {name}, seed {seed} | {shares} | {kl} | {cell['length']:.0f} |")
+            size, peak = cell.get("effective_sample_size"), cell.get("peak_memory_mb")
+            seconds = cell.get("costs", {}).get("seconds")
+            rest = [
+                f"{cell['length']:.0f}",
+                "" if size is None else f"{size:.2f}",
+                "" if seconds is None else f"{seconds / 60:.0f}",
+                "" if peak is None else f"{peak / 1024:.1f}",
+            ]
+            lines.append(f"| {name}, seed {seed} | {shares} | {kl} | {' | '.join(rest)} |")
     sys.stdout.write("\n".join(lines) + "\n")
     if args.chart is not None:
         draw(arms, args.chart)

@@ -1,11 +1,15 @@
-"""Sample with vLLM, the sampler in the process, and transformers' generate, in turn, at 1, 16 and 64 rows.
+"""Sample with the sampler in the process and with others, in turn, at 1, 16 and 64 rows.
+
+The others are vLLM, `rlhf serve-policy`, and transformers' generate, plain and with continuous batching.
 
     OMP_NUM_THREADS=1 vllm serve MODEL --served-model-name policy --port 8001 --dtype float32 --enforce-eager
-    OMP_NUM_THREADS=1 python benchmarks/sampler_vllm.py --url http://127.0.0.1:8001 --model MODEL
+    OMP_NUM_THREADS=1 rlhf serve-policy MODEL --port 8002
+    OMP_NUM_THREADS=1 python benchmarks/sampler_vllm.py --url http://127.0.0.1:8001 --own-url http://127.0.0.1:8002 \
+        --model MODEL
 
 Every row has another prompt of 32 random tokens and gets 32 new tokens at temperature 1; nothing stops earlier. Every
 round runs each sampler once; printed are tokens per second of all rows together, the median of the rounds, and the
-median ratio of the sampler in the process to the faster of the others. vLLM's time has the HTTP request in it.
+median ratio of the sampler in the process to the fastest of the others. A server's time has the HTTP request in it.
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM
 
 from rlhf.config.sections import SamplingConfig
 from rlhf.sampling.fast.engine import FastSampler
@@ -32,7 +37,7 @@ PROMPT, NEW = 32, 32
 Run = Callable[[int], int]
 
 
-def samplers(model: LlamaForCausalLM, url: str, rows: int) -> dict[str, Run]:
+def samplers(model: LlamaForCausalLM, urls: dict[str, str], rows: int) -> dict[str, Run]:
     """Return the samplers by name: each takes a seed and returns the number of tokens that it drew."""
     torch.manual_seed(rows)
     vocabulary = model.config.vocab_size
@@ -55,15 +60,24 @@ def samplers(model: LlamaForCausalLM, url: str, rows: int) -> dict[str, Run]:
     def in_process(seed: int) -> int:
         return int(fast.sample(prompts, key=seed, group_size=1).completion_mask.sum())
 
-    def vllm(seed: int) -> int:
+    def continuous(seed: int) -> int:
+        torch.manual_seed(seed)
+        limits = ContinuousBatchingConfig(num_blocks=2 * rows, max_batch_tokens=2 * rows * (PROMPT + NEW))
+        outputs = model.generate_batch(
+            ids.tolist(), generation_config=settings, continuous_batching_config=limits, persistent_manager=True
+        )
+        return sum(len(output.generated_tokens) for output in outputs.values())
+
+    def ask(url: str, seed: int) -> int:
         body = {"model": "policy", "prompt": ids.tolist(), "max_tokens": NEW, "temperature": 1.0, "ignore_eos": True}
         body |= {"seed": seed, "logprobs": 0}
         request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request) as answer:
-            return int(json.load(answer)["usage"]["completion_tokens"])
+            return sum(len(choice["logprobs"]["tokens"]) for choice in json.load(answer)["choices"])
 
-    return {"in process": in_process, "vllm": vllm, "generate": generate}
+    servers = {name: partial(ask, url) for name, url in urls.items()}
+    return {"in process": in_process, **servers, "generate": generate, "continuous batching": continuous}
 
 
 def measure(runs: dict[str, Run], rounds: int) -> dict[str, float]:
@@ -85,7 +99,8 @@ def measure(runs: dict[str, Run], rounds: int) -> dict[str, float]:
 def main() -> None:
     """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--url", required=True)
+    parser.add_argument("--url", required=True, help="of vLLM")
+    parser.add_argument("--own-url", required=True, help="of rlhf serve-policy")
     parser.add_argument("--model", required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
@@ -94,7 +109,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     results = {}
     for rows in options.rows:
-        results[str(rows)] = measure(samplers(model, options.url, rows), options.rounds)
+        runs = samplers(model, {"vllm": options.url, "our server": options.own_url}, rows)
+        results[str(rows)] = measure(runs, options.rounds)
         sys.stdout.write(f"{rows} rows: {json.dumps(results[str(rows)])}\n")
         sys.stdout.flush()
     content = {"threads": torch.get_num_threads(), "load": os.getloadavg(), "rows": results}

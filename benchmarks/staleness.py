@@ -2,7 +2,6 @@
 
     rlhf compare configs/lab/compare_stale.yaml
     python benchmarks/staleness.py runs/compare-stale [--out FILE.json] [--chart FILE.svg]
-    rlhf compare configs/real/compare_stale_json.yaml && python benchmarks/staleness.py runs/compare-stale-json
 
 Per arm and seed: score and KL of the final model on the held-out prompts, and the mean effective sample size of the
 weights.
