@@ -20,6 +20,7 @@ from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.backbone import context_length, freeze
 from rlhf.models.scalar_adapters import load_adapted
 from rlhf.models.scalar_head import ScalarHeadModel, load_reward_heads
+from rlhf.rewards.source import decode
 from rlhf.runtime.engine import Engine
 from rlhf.types import Completions, Scores
 
@@ -140,17 +141,15 @@ class RewardModelSource:
         )
 
     def _reencode(self, batch: Completions) -> Completions:
-        rendered = [self._render(row) for row in batch.split(1)]
+        answers = decode(batch, self.policy_tokenizer).completions
+        rendered = [
+            render_for_reward_model(self.encoder, self._decode(ids[live].tolist()), answer, reference.get(MESSAGES))
+            for ids, live, answer, reference in zip(
+                batch.prompt_ids, batch.prompt_mask, answers, batch.references, strict=True
+            )
+        ]
         prompts, completions = encode_rows(self.encoder, rendered, batch.finished.tolist())
         return self._with_rows(batch, prompts, completions)
-
-    def _render(self, row: Completions) -> Rendered:
-        prompt_ids = row.prompt_ids[row.prompt_mask].tolist()
-        prompt = self._decode(prompt_ids)
-        whole = self._decode(prompt_ids + row.completion_ids[row.completion_mask].tolist())
-        return render_for_reward_model(
-            self.encoder, prompt, whole.removeprefix(prompt), row.references[0].get(MESSAGES)
-        )
 
     def _decode(self, ids: list[int]) -> str:
         text = self.policy_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -282,7 +282,7 @@ class Completer:
 
     def text(self, ids: Tensor, mask: Tensor) -> str:
         """Decode the unmasked tokens of one completion to text without special tokens."""
-        text = self.tokenizer.decode(ids[mask], skip_special_tokens=True)
+        text = self.tokenizer.decode(ids[mask], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 
 from rlhf.errors import ConfigError, RewardError
-from rlhf.rewards.http import JsonPoster, busy_or_server_error
+from rlhf.rewards.http import JsonPoster, read_token
 from rlhf.rewards.source import quoted
 from rlhf.section import Section, cache_folder
 
@@ -60,12 +60,10 @@ class ChatModel:
         """Read the key and the cache folder from `environment`; errors name the configuration `section`.
 
         Raises:
-            ConfigError: the environment variable for the key is not set.
+            ConfigError: the environment variable for the key holds none.
             RewardError: the address is not an HTTP one.
         """
         name = config.api_key_env
-        if name is not None and not environment.get(name):
-            raise ConfigError(f"{section}.api_key_env: the environment variable {name} is not set: put the key in it")
         self.config = config
         self.folder = cache_folder(config.cache_dir, environment) / "judgments"
         self.poster = JsonPoster(
@@ -75,8 +73,7 @@ class ChatModel:
             timeout_s=config.timeout_s,
             retries=config.retries,
             backoff_s=backoff_s,
-            passing=busy_or_server_error,
-            secret=environment[name] if name is not None else None,
+            secret=None if name is None else read_token(environment, name, key=f"{section}.api_key_env"),
         )
 
     @property

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rlhf.address import parse_address
-from rlhf.errors import RewardError
+from rlhf.errors import ConfigError, RewardError
 from rlhf.rewards.source import quoted
 
 if TYPE_CHECKING:
@@ -18,22 +18,29 @@ if TYPE_CHECKING:
 MAX_BACKOFF_S = 30.0
 
 
-def server_error(code: int) -> bool:
-    """Return whether an HTTP status is a server error (5xx), which may pass."""
-    return code >= 500
+def read_token(environment: Mapping[str, str], name: str, *, key: str) -> str:
+    """Read a bearer token from an environment variable, which the setting `key` names.
 
-
-def busy_or_server_error(code: int) -> bool:
-    """Return whether an HTTP status is a server error or 429 (too many requests)."""
-    return code == 429 or server_error(code)
+    Raises:
+        ConfigError: there is none, or it has a character that no header can hold.
+    """
+    token = environment.get(name)
+    if not token:
+        raise ConfigError(f"{key}: the environment variable {name} is not set: put the token in it")
+    if not token.isascii() or not token.isprintable():
+        raise ConfigError(
+            f"{key}: the environment variable {name} holds a line break or another character that is not printable "
+            "ASCII: put the token alone in it"
+        )
+    return token
 
 
 class JsonPoster:
     """POSTs JSON and returns the body of the response, with retries and exponential back-off.
 
-    A refused or broken connection, a timeout and a status for which `passing` is true are retried after backoff_s,
-    2 backoff_s, ... (at most 30 s apart; if the server sends Retry-After, at least that long, up to 30 s). Any other
-    error is final. Each pause is randomly up to half shorter, so that many clients do not come back at once.
+    A refused or broken connection, a timeout, status 429 (too many requests) and 5xx (server errors) are retried after
+    backoff_s, 2 backoff_s, ... (at most 30 s apart; if the server sends Retry-After, at least that long, up to 30 s).
+    Any other error is final. Each pause is randomly up to half shorter, so that many clients do not come back at once.
     """
 
     def __init__(
@@ -45,7 +52,6 @@ class JsonPoster:
         timeout_s: float,
         retries: int,
         backoff_s: float,
-        passing: Callable[[int], bool] = server_error,
         secret: str | None = None,
     ) -> None:
         """Check the address and store the settings of the requests.
@@ -56,7 +62,6 @@ class JsonPoster:
             timeout_s: how long a request may go without data, in seconds.
             retries: the number of tries after the first.
             backoff_s: the first pause, in seconds.
-            passing: whether a request with this HTTP status is to be retried.
             secret: sent as bearer token; not sent on to a redirection, and never part of an error.
 
         Raises:
@@ -70,7 +75,7 @@ class JsonPoster:
             raise RewardError(f"{key}: leave user and password out of the address; it is written to the run folder")
         self.url, self.who = url, who
         self.timeout_s, self.retries, self.backoff_s = timeout_s, retries, backoff_s
-        self.passing, self.secret = passing, secret
+        self.secret = secret
 
     def post(self, body: bytes) -> bytes:
         """Send `body` and return the body of the response.
@@ -90,7 +95,7 @@ class JsonPoster:
                 return self._send(body)
             except urllib.error.HTTPError as error:
                 last, asked_to_wait = f"HTTP {error.code} {error.reason}{self._error_text(error)}", _retry_after(error)
-                if not self.passing(error.code):
+                if error.code != 429 and error.code < 500:
                     raise RewardError(f"{self.who} {self.url} refused: {last}") from None
             except (OSError, http.client.HTTPException) as error:
                 last, asked_to_wait = str(getattr(error, "reason", error)) or type(error).__name__, 0.0

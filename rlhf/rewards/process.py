@@ -175,7 +175,7 @@ class ProcessGrader:
         return rewards
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _checked(self, grades: Any, steps: Sequence[str]) -> list[float]:
         try:

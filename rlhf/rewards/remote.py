@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
-from rlhf.errors import ConfigError, RewardError
-from rlhf.rewards.http import JsonPoster
+from rlhf.errors import RewardError
+from rlhf.rewards.http import JsonPoster, read_token
 from rlhf.rewards.source import BatchDecoder, Source, SourceContext, checked_scores, decode, quoted, unpadded_ids
 
 if TYPE_CHECKING:
@@ -42,22 +42,18 @@ class RemoteSource(Source):
         """Return what asks the server.
 
         Raises:
-            ConfigError: the token is not in the environment.
+            ConfigError: the environment variable holds no token.
             RewardError: the address is invalid.
         """
         from rlhf.data.tokenizer import vocabulary_digest
 
         name = self.token_env
-        if name is not None and not os.environ.get(name):
-            raise ConfigError(
-                f"reward.source.token_env: the environment variable {name} is not set: put the token in it"
-            )
         return RemoteReward(
             self.url,
             context.tokenizer,
             timeout_s=self.timeout_s,
             retries=self.retries,
-            secret=os.environ[name] if name is not None else None,
+            secret=None if name is None else read_token(os.environ, name, key="reward.source.token_env"),
             vocabulary=vocabulary_digest(context.tokenizer) if self.send_tokens else None,
         )
 

@@ -142,7 +142,9 @@ def sources_in(section: Section, key: str = "") -> Iterator[tuple[str, Source]]:
 class BatchDecoder(Protocol):
     """The part of a tokenizer that rewards use."""
 
-    def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
+    def batch_decode(
+        self, sequences: list[list[int]], skip_special_tokens: bool = False, *, clean_up_tokenization_spaces: bool
+    ) -> list[str]:
         """Decode each list of token ids to a text."""
 
 
@@ -166,10 +168,11 @@ def decode(completions: Completions, tokenizer: BatchDecoder) -> Texts:
     completion_ids = [
         ids[:-1] if ended else ids for ids, ended in zip(completion_ids, completions.finished.tolist(), strict=True)
     ]
-    prompts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
-    alone = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     joined_ids = [before + after for before, after in zip(prompt_ids, completion_ids, strict=True)]
-    joined = tokenizer.batch_decode(joined_ids, skip_special_tokens=True)
+    prompts, alone, joined = (
+        tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for ids in (prompt_ids, completion_ids, joined_ids)
+    )
     references = [dict(reference) for reference in completions.references]
     # A character split by the prompt's end decodes differently once complete: then the texts share no start.
     answers = [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt
 
 from rlhf.errors import ConfigError, RewardError
-from rlhf.rewards.http import JsonPoster, busy_or_server_error
+from rlhf.rewards.http import JsonPoster, read_token
 from rlhf.teachers.listed import ListedTokens, live_rows
 from rlhf.teachers.teacher import Teacher, TeacherContext, TeacherSource
 
@@ -57,11 +57,6 @@ class ServerTeacher(Teacher):
                 f"teacher.type=server gives log-probabilities at temperature 1, but sampling.temperature is "
                 f"{context.temperature:g}: set it to 1, or teacher.type=model"
             )
-        token = "unused" if self.token_env is None else os.environ.get(self.token_env, "")
-        if not token or not token.isascii() or not token.isprintable():
-            raise ConfigError(
-                f"teacher.token_env: put a token (printable ASCII) into the environment variable {self.token_env}"
-            )
         return AskedTeacher(self, context.tokenizer, context.device)
 
 
@@ -79,6 +74,7 @@ class AskedTeacher:
         backoff_s: float = 1.0,
     ) -> None:
         self.config, self.tokenizer, self.device = config, tokenizer, device
+        name = config.token_env
         self.poster = JsonPoster(
             f"{config.url.rstrip('/')}/completions",
             key="teacher.url",
@@ -86,8 +82,7 @@ class AskedTeacher:
             timeout_s=config.timeout_s,
             retries=config.retries,
             backoff_s=backoff_s,
-            passing=busy_or_server_error,
-            secret=None if config.token_env is None else os.environ[config.token_env],
+            secret=None if name is None else read_token(os.environ, name, key="teacher.token_env"),
         )
 
     def __call__(self, batch: Completions | Demonstrations) -> ListedTokens:

@@ -269,6 +269,11 @@ def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("RM_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=r"token_env: the environment variable RM_TOKEN is not set"):
         build_source(config, tokenizer(), Engine(torch.device("cpu")))
+    for token in ("opensesame\n", "öpensesame"):  # no header can hold it
+        monkeypatch.setenv("RM_TOKEN", token)
+        with pytest.raises(ConfigError, match=r"token_env: the environment variable RM_TOKEN holds") as caught:
+            build_source(config, tokenizer(), Engine(torch.device("cpu")))
+        assert "pensesame" not in str(caught.value)
     monkeypatch.setenv("RM_TOKEN", "opensesame")
     source = build_source(config, tokenizer(), Engine(torch.device("cpu")))
     assert isinstance(source, MainRankReward)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from rm_cases import made_model
 from tiny_models import BOS, COMPLETIONS, EOS, PAD, PROMPTS, completions_of, padded, ragged, saved, tiny, tokenizer
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
@@ -52,6 +52,15 @@ def with_bos() -> PreTrainedTokenizerFast:
     made = tokenizer()
     made.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return made
+
+
+def bytewise(*special: str) -> PreTrainedTokenizerFast:
+    """A token a byte, after the special tokens, of which the first is EOS."""
+    tokens = [*special, *sorted(ByteLevel.alphabet())]
+    backend = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(list(special))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[0])
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])
@@ -118,6 +127,22 @@ def test_another_tokenizers_text_is_encoded_anew(ours, tmp_path: Path) -> None:
         [[*text, *([EOS] if done else [])] for (_, text), done in zip(texts, finished, strict=True)],
     )
     torch.testing.assert_close(scores.double(), sequence_scores(model, *fields(expected)).detach(), rtol=0, atol=1e-6)
+
+
+def test_another_tokenizers_text_is_read_once_and_as_every_reward_reads_it(tmp_path: Path) -> None:
+    """A prompt that ended inside a character was read twice, and channels as one word."""
+    policy, own = bytewise("<e>", "<|channel|>", "<|message|>"), bytewise("</s>")
+    judge = RewardModelSource(made_model(tmp_path), own, policy_tokenizer=policy, micro_batch_size=2)
+
+    def read(prompt: list[int], completion: list[int]) -> list[str]:
+        batch, _ = judge.prepare(completions_of([prompt], [completion]))
+        return [own.decode(ids[0]) for ids in (batch.prompt_ids, batch.completion_ids)]
+
+    ids = policy.encode("a é!")
+    assert read(ids[:3], ids[3:])[1].endswith("!")
+    assert "a" not in read(ids[:3], ids[3:])[1]
+    answer = "<|channel|>analysis<|message|>Easy.<|channel|>final<|message|>4"
+    assert read(policy.encode("2+2="), policy.encode(answer)) == ["2+2=", "4"]
 
 
 def test_an_empty_completion_is_scored(tmp_path: Path) -> None:

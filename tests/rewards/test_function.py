@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_models import BOS, EOS, PAD, completions_of, tokenizer
 from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -89,6 +89,14 @@ def test_a_character_cut_by_the_prompts_end_breaks_nothing() -> None:
     texts = decode(replace(completions_of([ids[:2]], [ids[2:]]), finished=torch.tensor([False])), bytewise)
     assert texts.completions[0].endswith("!")
     assert texts.prompts[0].startswith("a")
+
+
+def test_the_text_is_what_was_written_whatever_the_tokenizer_likes_to_clean_up() -> None:
+    """ " ." became "." with the tokenizers that ask for it: a reward of code or JSON read another text."""
+    backend = Tokenizer(WordLevel({"t3": 3, ".": 4, "'": 5}, unk_token="t3"))
+    cleaning = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    texts = decode(completions_of([[3, 4]], [[3, 5, 3, 4]]), cleaning)
+    assert (texts.prompts, texts.completions) == (["t3 ."], [" t3 ' t3 ."])
 
 
 @pytest.mark.parametrize(

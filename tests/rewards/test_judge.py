@@ -154,6 +154,8 @@ def test_the_key_is_in_no_file_and_no_error(tmp_path: Path) -> None:
 def test_a_key_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"eval\.judge\.api_key_env: the environment variable KEY is not set"):
         model("http://127.0.0.1:1/v1", tmp_path, api_key_env="KEY")
+    with pytest.raises(ConfigError, match=r"eval\.judge\.api_key_env: the environment variable KEY holds a line break"):
+        model("http://127.0.0.1:1/v1", tmp_path, {"KEY": f"{SECRET}\n"}, api_key_env="KEY")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:1/v1", "ftp://host/v1", "http://user:word@host/v1", "http://token@host/v1"])

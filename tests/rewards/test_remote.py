@@ -121,6 +121,12 @@ def test_a_refusal_is_final(serve: Callable[[Answer], Server]) -> None:
     assert len(server.requests) == 1
 
 
+def test_a_server_that_is_busy_is_asked_again(serve: Callable[[Answer], Server]) -> None:
+    server = serve(lambda n, asked: good(n, asked) if n == 2 else (429, b"slow down"))
+    assert reward(server)(two()).values.tolist() == [2.0, 2.0]
+    assert len(server.requests) == 3
+
+
 def test_a_slow_answer_is_tried_again(serve: Callable[[Answer], Server]) -> None:
     def slow_once(n: int, asked: dict[str, Any]) -> tuple[int, bytes]:
         time.sleep(0.6 if n == 0 else 0.0)
