@@ -67,7 +67,8 @@ def write_samples(
         context=context_length(completer.model),
         max_new_tokens=sampling.max_new_tokens,
     ).load()
-    console.print(Text(prompts.skips.summary()), soft_wrap=True)
+    told = prompts.skips.summary().replace("data.chat_template=none", "--raw")
+    console.print(Text(told), soft_wrap=True)
     key, written, cut = derive_seed(options.seed, "sample"), 0, 0
     with _create(out) as file:
         for batch in prompts.batches(PROMPTS_AT_ONCE):

@@ -266,6 +266,7 @@ def test_the_prompts_of_a_file_are_completed(
     cut = sum(not line["finished"] for line in lines)
     assert f"8 completions written to {out}; {cut} were cut at 4 tokens" in " ".join(told.split())
     assert "4 rows used, 1 skipped" in told
+    assert "--raw keeps them as they are" in " ".join(told.split())
     monkeypatch.setattr("rlhf.commands.sample.PROMPTS_AT_ONCE", 1)
     assert written(run_folder, data, tmp_path / "again.jsonl", *draws) == lines
     assert written(run_folder, data, tmp_path / "fewer.jsonl", *draws, "--limit", "1") == lines[:2]
