@@ -111,6 +111,8 @@ def prompt_pipeline(
     limit = _limit(config, context, max_new_tokens)
 
     def fit(usable: PreparedRow[PromptText], ids: EncodedRow, skips: RowCounts) -> EncodedRow | None:
+        if config.first_tokens is not None and usable.text.templated:
+            raise BadRow("first_tokens cuts texts, and this prompt is a conversation")
         prompt_ids = _fit_prompt(usable.row, ids, encoder, config.first_tokens, limit, skips)
         return None if prompt_ids is None else EncodedRow(prompt_ids, (), whole=prompt_ids == ids.prompt)
 
