@@ -317,14 +317,13 @@ def _messages(references: Any, count: int) -> tuple[object, ...]:
     if not isinstance(references, list) or len(references) != count:
         return ()
     sent = [row.get(MESSAGES) if isinstance(row, dict) else None for row in references]
-    given = [turns if is_messages(turns) else None for turns in sent]
-    for number, turns in enumerate(given):
-        try:
-            if turns is not None:
-                messages(turns, f"references[{number}].{MESSAGES}")
-        except BadRow as bad:
-            raise DataError(str(bad)) from bad
-    return tuple(given)
+    try:
+        return tuple(
+            messages(turns, f"references[{number}].{MESSAGES}") if is_messages(turns) else None
+            for number, turns in enumerate(sent)
+        )
+    except BadRow as bad:
+        raise DataError(str(bad)) from bad
 
 
 def _texts(body: dict[str, Any], key: str) -> list[str]:

@@ -559,7 +559,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for name in parsed.names:
             get(name, parsed.out / name, parsed.folder)
-    except GetDataError as error:
+    except (GetDataError, OSError) as error:  # an OSError: the files cannot be written
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     return 0
@@ -578,6 +578,9 @@ def get(name: str, out: Path, folder: Path | None) -> None:
         print(f"{out} is already there: nothing to do")  # noqa: T201
         return
     data = DATA_SETS[name]
+    lacking = [s for s in data.sources if folder is not None and not (folder / s.name).is_file()]
+    if lacking:
+        raise GetDataError("\n".join(f"{folder}/{s.name}: no such file; download it from {s.url}" for s in lacking))
     contents = {source.name: read(source, folder, name) for source in data.sources}
     out.mkdir(parents=True, exist_ok=True)
     written = dict(data.write(contents))
@@ -594,12 +597,7 @@ def read(source: Source, folder: Path | None, name: str) -> bytes:
     Raises:
         GetDataError: it cannot be read, or its checksum is another one.
     """
-    if folder is None:
-        content = download(source, name)
-    elif (folder / source.name).is_file():
-        content = (folder / source.name).read_bytes()
-    else:
-        raise GetDataError(f"{folder / source.name}: no such file; download it from {source.url}")
+    content = download(source, name) if folder is None else (folder / source.name).read_bytes()
     if hashlib.sha256(content).hexdigest() != source.sha256:
         place = source.url if folder is None else str(folder / source.name)
         raise GetDataError(f"{place}: the content is not what it was (another SHA-256); nothing was written")
@@ -618,9 +616,10 @@ def download(source: Source, name: str) -> bytes:
             return content
     except (urllib.error.URLError, OSError, http.client.HTTPException) as error:  # the last: an answer that is cut off
         reason = getattr(error, "reason", error) or error
+        addresses = "\n".join(each.url for each in DATA_SETS[name].sources)
         raise GetDataError(
-            f"cannot download {source.url} ({reason}). Without a network: download it elsewhere, then "
-            f"python scripts/get_data.py {name} --from FOLDER"
+            f"cannot download {source.url} ({reason}). Without a network: download the files elsewhere into one "
+            f"folder, then python scripts/get_data.py {name} --from FOLDER. The files:\n{addresses}"
         ) from error
 
 

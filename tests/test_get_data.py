@@ -202,14 +202,27 @@ def test_a_missing_file_names_its_address(tmp_path: Path, capsys: pytest.Capture
     assert "input_data.jsonl: no such file; download it from https://" in error
 
 
+def test_a_folder_that_cannot_be_written_is_told(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert get_data.main(["paradetox", "--from", str(made), "--out", str(tmp_path / "file")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
+
+
 def test_without_a_network_the_error_names_the_way_around_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(get_data, "GITHUB", "http://127.0.0.1:9")
-    source = get_data.Source("http://127.0.0.1:9/x/file.jsonl", "0", 1)
-    monkeypatch.setitem(get_data.DATA_SETS, "ifeval", replace(get_data.DATA_SETS["ifeval"], sources=[source]))
+    """With every address, of which a data set may have a dozen."""
+    sources = [get_data.Source(f"http://127.0.0.1:9/x/{name}.jsonl", "0", 1) for name in ("one", "two")]
+    monkeypatch.setitem(get_data.DATA_SETS, "ifeval", replace(get_data.DATA_SETS["ifeval"], sources=sources))
     assert get_data.main(["ifeval", "--out", str(tmp_path)]) == 2
-    assert "get_data.py ifeval --from FOLDER" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "get_data.py ifeval --from FOLDER" in error
+    assert all(source.url in error for source in sources)
+    assert get_data.main(["ifeval", "--from", str(tmp_path), "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert all(f"{source.name}: no such file; download it from {source.url}" in error for source in sources)
 
 
 def test_an_answer_that_is_cut_off_is_told() -> None:

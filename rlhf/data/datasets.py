@@ -17,7 +17,7 @@ from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
 from rlhf.data.formats import Completion, RowFormats, is_transcript
 from rlhf.data.rows import BadRow, Row, RowCounts
-from rlhf.data.templates import Rendered, is_written_out
+from rlhf.data.templates import Rendered
 from rlhf.data.tokenizer import Encoder
 from rlhf.errors import DataError
 
@@ -281,8 +281,7 @@ def _keep_formatted_prompt(row: Row, parsed: T, encoder: Encoder, skips: RowCoun
     prompt = row.values.get("prompt")
     if encoder.template.choice != "auto" or isinstance(parsed.prompt, str) or not isinstance(prompt, str):
         return parsed
-    bos = encoder.tokenizer.bos_token
-    if not is_written_out(prompt, encoder.template, bos if isinstance(bos, str) else None):
+    if not encoder.is_written_out(prompt):
         return parsed
     skips.count("text prompts have the chat template's turns written out already, and stay as they are")
     item: Any = parsed  # every parsed row is a dataclass, which replace() needs

@@ -94,8 +94,8 @@ def check_columns(rows: list[Row], columns: dict[str, str]) -> None:
 
 
 def rename_row(row: Row, columns: dict[str, str]) -> Row:
-    """Rename the columns of a row: our name -> the file's."""
-    unchanged = {name: value for name, value in row.values.items() if name not in columns.values()}
+    """Rename the columns of a row: our name -> the file's. A column of the file that has our name is left out."""
+    unchanged = {name: value for name, value in row.values.items() if name not in {*columns, *columns.values()}}
     renamed = {ours: row.values[theirs] for ours, theirs in columns.items() if theirs in row.values}
     return Row(unchanged | renamed, row.file, row.number)
 
@@ -119,7 +119,7 @@ def split_files(folder: Path, split: str) -> list[Path]:
     A folder in which no file is named after a split is one data set, if all its files have one format.
 
     Raises:
-        DataError: there are no data files, none of this split, or files of several formats.
+        DataError: there are no data files, none of this split, or its files are of several formats.
     """
     files = _data_files(folder.iterdir()) or _data_files(folder.glob("data/*"))
     if not files:
@@ -127,6 +127,7 @@ def split_files(folder: Path, split: str) -> list[Path]:
     split_files = [p for p in files if _stem(p) == split.lower()]
     if not split_files:
         _check_undivided(files, folder, split)
+    _check_one_form(split_files or files, folder)
     return split_files or files
 
 
@@ -138,13 +139,29 @@ def _check_undivided(files: list[Path], folder: Path, split: str) -> None:
     """Check that files of which none is named after `split` are one data set.
 
     Raises:
-        DataError: some are named after other splits, or they have several formats.
+        DataError: some are named after other splits.
     """
-    names = ", ".join(p.name for p in files[:12])
     if any(_SPLIT_NAMES.intersection(re.split(r"[-_.]", _stem(p))) for p in files):
-        raise DataError(f"{folder}: no file of the split {split!r}; there are: {names}. Set split, or path to a file.")
-    if len({file_format(p) for p in files}) > 1:
-        raise DataError(f"{folder}: several kinds of files and none named {split}: {names}. Set path to one file.")
+        raise DataError(
+            f"{folder}: no file of the split {split!r}; there are: {_names(files)}. Set split, or path to a file."
+        )
+
+
+def _check_one_form(files: list[Path], folder: Path) -> None:
+    """Check that files do not hold the same rows twice.
+
+    Raises:
+        DataError: they have several formats, or one is there compressed and not.
+    """
+    if len({file_format(p) for p in files}) > 1 or len({p.name.removesuffix(".gz") for p in files}) < len(files):
+        raise DataError(
+            f"{folder}: several kinds of files, which may hold the same rows twice: {_names(files)}. "
+            "Set path to one file."
+        )
+
+
+def _names(files: list[Path]) -> str:
+    return ", ".join(p.name for p in files[:12])
 
 
 def _stem(path: Path) -> str:

@@ -111,6 +111,8 @@ def prompt_pipeline(
     limit = _limit(config, context, max_new_tokens)
 
     def fit(usable: PreparedRow[PromptText], ids: EncodedRow, skips: RowCounts) -> EncodedRow | None:
+        if config.first_tokens is not None and usable.text.templated:
+            raise BadRow("first_tokens cuts texts, and this prompt is a conversation")
         prompt_ids = _fit_prompt(usable.row, ids, encoder, config.first_tokens, limit, skips)
         return None if prompt_ids is None else EncodedRow(prompt_ids, (), whole=prompt_ids == ids.prompt)
 
@@ -237,10 +239,14 @@ def encode_hints(
 def _encode_hint(
     usable: PreparedRow[PromptText], ids: EncodedRow, hint: Hint, encoder: Encoder, max_tokens: int, skips: RowCounts
 ) -> list[int]:
-    text = hint_text(usable.parsed.reference, hint.column)
-    prompt = None if text is None or not ids.whole else with_hint(usable.parsed.prompt, hint, text)
+    text, plain = hint_text(usable.parsed.reference, hint.column), usable.parsed.prompt
+    is_closed = not ids.whole or (isinstance(plain, str) and encoder.is_written_out(plain))
+    prompt = None if text is None or is_closed else with_hint(plain, hint, text)
     if prompt is None:
-        skips.count(f"prompts that cannot be given the hint {hint.column!r}: no text, or the prompt was cut")
+        skips.count(
+            f"prompts that cannot be given the hint {hint.column!r}: no text, or the prompt was cut or has the chat "
+            "template's turns written out"
+        )
         return NO_HINT
     try:
         asked = replace(usable.parsed, prompt=prompt)

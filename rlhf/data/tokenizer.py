@@ -34,7 +34,7 @@ from rlhf.config.data import ChatFormat
 from rlhf.data.conversation import Message, Prompt, segments
 from rlhf.data.paths import looks_local, missing
 from rlhf.data.rows import Row, RowCounts
-from rlhf.data.templates import Rendered, Template, Tools, choose_template, render, turn_end_id
+from rlhf.data.templates import Rendered, Template, Tools, choose_template, is_written_out, render, turn_end_id
 from rlhf.errors import DataError, ModelError, install_hint
 from rlhf.types import Completions
 
@@ -460,6 +460,11 @@ class Encoder:
     ) -> Rendered:
         """Render a prompt and its completions as text."""
         return render(self.tokenizer, self.template, prompt, completions, tools=tools)
+
+    def is_written_out(self, text: str) -> bool:
+        """Return whether a text has the template's turns written out already."""
+        bos = self.tokenizer.bos_token
+        return is_written_out(text, self.template, bos if isinstance(bos, str) else None)
 
     def prompts(self, rendered: Sequence[Rendered]) -> list[list[int]]:
         """Encode each prompt; an empty one has no ids if the tokenizer puts no special token first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import unicodedata
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -98,6 +99,14 @@ class ScriptRule(TextRule):
     """Scripts, as in Unicode character names: latin, cyrillic, greek, arabic, cjk, hiragana, hangul ..."""
     max: Annotated[float, Ge(0), Lt(1)] = 0.0
     """The tolerated share."""
+
+    @field_validator("allowed")
+    @classmethod
+    def _check_scripts(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not any(chr(code).isalpha() and _script(chr(code)) == name.upper() for code in range(sys.maxunicode)):
+                raise ValueError(f"no letter's name in Unicode begins with {name!r}: give latin, cyrillic, cjk ...")
+        return names
 
     def violation(self, text: str, tokens: int) -> float:
         """Compute how much of the rule a completion breaks."""

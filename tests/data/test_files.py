@@ -132,6 +132,14 @@ def test_a_folder_without_splits_is_read_whole_if_of_one_kind(write: Write, tmp_
         values(str(tmp_path / "empty"))
 
 
+@pytest.mark.parametrize("other", ["train.csv", "train.jsonl.gz"])
+def test_a_split_that_is_there_in_two_forms_is_not_read_twice(write: Write, tmp_path: Path, other: str) -> None:
+    write([{"a": 1}], "d/train.jsonl")
+    (tmp_path / "d" / other).write_bytes(gzip.compress(b'{"a": 1}\n') if other.endswith(".gz") else b"a\n1\n")
+    with pytest.raises(DataError, match=r"the same rows twice: .*Set path to one file"):
+        values(str(tmp_path / "d"))
+
+
 def test_test_rows_are_never_taken_for_training(write: Write, tmp_path: Path) -> None:
     write([{"a": 1}], "d/reviews_test.jsonl")
     with pytest.raises(DataError, match="no file of the split 'train'"):
@@ -156,6 +164,11 @@ def test_columns_are_renamed(write: Write) -> None:
     assert values(path, columns={"prompt": "question"}) == [{"answer": "a", "id": 3, "prompt": "q"}]
     with pytest.raises(DataError, match="no column 'qestion'; there are: answer, id, question"):
         values(path, columns={"prompt": "qestion"})
+
+
+def test_a_row_without_the_renamed_column_keeps_no_other_under_our_name(write: Write) -> None:
+    path = write([{"question": "q", "prompt": "a system prompt"}, {"prompt": "a system prompt", "id": 3}])
+    assert values(path, columns={"prompt": "question"}) == [{"prompt": "q"}, {"id": 3}]
 
 
 def test_two_columns_can_change_places(write: Write) -> None:

@@ -61,3 +61,20 @@ def test_prompts_are_encoded_with_each_hint_where_they_have_one(tmp_path: Path) 
     assert batch.prompt_mask.sum(1).tolist() == [1, 1, 4]
     assert "2 prompts that cannot be given the hint 'hint'" in prompts.skips.summary()
     assert "1 prompts that are too long with the hint 'hint'" in prompts.skips.summary()
+
+
+def test_a_prompt_whose_turns_are_written_out_takes_no_hint(tmp_path: Path) -> None:
+    """The hint stood behind the header of the assistant's turn, as the policy's own words."""
+    words = tokenizer()
+    words.chat_template = "{% for m in messages %}<s> t20 {{ m.content }} </s> {% endfor %}"
+    words.chat_template += "{% if add_generation_prompt %}<s> t21 {% endif %}"
+    rows = [{"prompt": "<s> t20 t3 </s> <s> t21", "hint": "t5"}, {"prompt": "t3", "hint": "t5"}]
+    prompts = prompt_pipeline(
+        PromptsConfig(path=str(write_rows(tmp_path / "rows.jsonl", rows))),
+        words,
+        chat_template="auto",
+        hints=[Hint(column="hint", template="{prompt} {hint}")],
+    ).load()
+    assert prompts.ids[0] == prompts.ids[1]
+    assert prompts.hinted == (([],), ([1, 20, 3, 5, 2, 1, 21],))
+    assert "1 prompts that cannot be given the hint 'hint'" in prompts.skips.summary()

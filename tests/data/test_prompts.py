@@ -72,6 +72,13 @@ def test_evaluation_reads_all_in_order_with_numbers_of_the_set(seven: PromptSet)
     assert [r["answer"] for b in batches for r in b.references] == list(range(1, 8))
 
 
+def test_first_tokens_are_of_texts_and_not_of_conversations(write: Write, llama_like: PreTrainedTokenizerBase) -> None:
+    """The first tokens of a conversation were its template's headers."""
+    rows = [{"messages": [{"role": "user", "content": "Once upon a time"}]}]
+    with pytest.raises(DataError, match="first_tokens cuts texts, and this prompt is a conversation"):
+        load(write(rows), llama_like, first_tokens=4)
+
+
 def test_first_tokens_do_not_count_bos(write: Write, plain: PreTrainedTokenizerBase) -> None:
     prompts = load(write([{"text": "Once upon"}, {"text": "On"}]), plain, first_tokens=4)
     assert prompts.texts == ("Once", "On")

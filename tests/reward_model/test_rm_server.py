@@ -28,6 +28,7 @@ from tiny_models import EOS, completions_of, ragged, tokenizer
 from reward_model.server import Row, TextScorer, parse_request
 from reward_model.source import RewardModelSource
 from rlhf.cli import main
+from rlhf.config.data import ChatFormat
 from rlhf.config.files import merge
 from rlhf.data.tokenizer import vocabulary_digest
 from rlhf.errors import ConfigError, DataError, NonFiniteScores, RewardError
@@ -197,6 +198,19 @@ def test_a_conversation_that_the_template_refuses_is_told_at_once(
         status, content = served.ask(asked)
     assert (status, list(content)) == (422, ["error"])
     assert "no system prompts (the reward model's template)" in content["error"]
+
+
+def test_conversations_are_read_in_every_form_that_data_have(tmp_path: Path) -> None:
+    own = tokenizer()
+    own.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    scorer = TextScorer(made_model(tmp_path), own, max_batch=4, chat=ChatFormat(system="t9"))
+
+    def rows(turns: Any) -> Any:
+        body = {"prompts": ["t5"], "completions": ["t4"], "references": [{"prompt_messages": turns}]}
+        return scorer.rows(parse_request(body))[0]
+
+    turn = {"role": "user", "content": "t5"}
+    assert rows([turn]) == rows(turn) == rows([{"from": "human", "value": "t5"}])
 
 
 def test_token_ids_out_of_range_are_refused(served: Served, scorer: TextScorer) -> None:

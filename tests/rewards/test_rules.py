@@ -64,6 +64,13 @@ def test_how_much_of_a_rule_is_broken(settings: dict[str, object], text: str, br
     assert rule(**settings).violation(text, 7) == pytest.approx(broken, abs=1e-12)
 
 
+@pytest.mark.parametrize("name", ["latn", "chinese", ""])
+def test_what_is_no_script_is_refused(name: str) -> None:
+    """Every letter would be foreign to it."""
+    with pytest.raises(ValueError, match=f"no letter's name in Unicode begins with '{name}'"):
+        rule(type="script", allowed=["latin", name])
+
+
 @pytest.mark.parametrize("code", ["EN", "zh", "english"])
 def test_a_language_that_is_never_detected_is_refused(code: str) -> None:
     with pytest.raises(ValueError, match=f"'{code}' is not a language code of langdetect; choose from af ar"):
