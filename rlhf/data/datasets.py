@@ -15,7 +15,7 @@ from rlhf.batching import Batch
 from rlhf.config.data import DatasetConfig, TrainableDataConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
-from rlhf.data.formats import Completion, RowFormats, is_transcript
+from rlhf.data.formats import ASSISTANT, Completion, RowFormats, is_transcript
 from rlhf.data.rows import BadRow, Row, RowCounts
 from rlhf.data.templates import Rendered
 from rlhf.data.tokenizer import Encoder
@@ -221,10 +221,11 @@ def place_of(text: str) -> float:
 def _key(parsed: HasPrompt) -> str:
     """Return the text that places a row: its prompt, a conversation's first user turn, or, with neither, its text.
 
-    So all rows of a prompt, and all turns of a conversation, have one place.
+    So all rows of a prompt, and all turns of a conversation or a transcript, have one place.
     """
     if isinstance(parsed.prompt, str):
-        return parsed.prompt or str(getattr(parsed, "completion", ""))
+        prompt = parsed.prompt.partition(ASSISTANT)[0] if is_transcript(parsed.prompt) else parsed.prompt
+        return prompt or str(getattr(parsed, "completion", ""))
     turns = [message for message in parsed.prompt if message.get("role") == "user"] or list(parsed.prompt)
     return str(turns[0].get("content")) if turns else ""
 

@@ -162,14 +162,17 @@ def read_template(path: str | None, shipped: str, fields: Sequence[str], *, sect
     """Read the question template at `path`, or return `shipped` if there is none; every field must occur as {field}.
 
     Raises:
-        ConfigError: there is no such file, or a field is missing (`hint` ends the message).
+        ConfigError: there is no such file of UTF-8 text, or a field is missing (`hint` ends the message).
     """
     if path is None:
         return shipped
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(f"{section}.template: no file {path}")
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{section}.template: {path} cannot be read: {error}") from error
     missing = [f"{{{name}}}" for name in fields if f"{{{name}}}" not in text]
     if missing:
         raise ConfigError(f"{section}.template: {path} has no {' and no '.join(missing)}{hint}")

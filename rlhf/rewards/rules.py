@@ -14,6 +14,7 @@ from annotated_types import Ge, Lt
 from pydantic import Field, field_validator, model_validator
 
 from rlhf.constraints.checks import detect_language, require_langdetect
+from rlhf.errors import RewardError
 from rlhf.rewards.source import BatchDecoder, RewardSource, Source, SourceContext, decode
 from rlhf.section import Choice, OneOf
 
@@ -202,9 +203,11 @@ def rule_names(rules: Sequence[TextRule]) -> list[str]:
     """Return the names that the rules are logged by.
 
     Raises:
-        ValueError: two rules have the same name.
+        ValueError: two rules have the same name, or one has a name of these parts of the score.
     """
     names = [rule.name or rule.type for rule in rules]
+    if {"gated", "unruled"}.intersection(names):
+        raise ValueError("no rule can be called gated or unruled, which are parts of the score: give another name")
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"two rules are called {name}: give each a different name (name: ...)")
@@ -327,7 +330,11 @@ class RulesReward:
         self.source = source
 
     def __call__(self, completions: Completions) -> Scores:
-        """Score the completions; see apply_rules."""
+        """Score the completions; see apply_rules.
+
+        Raises:
+            RewardError: the source fails, or a part of its score has the name of a rule.
+        """
         import torch
 
         from rlhf.types import Scores
@@ -342,6 +349,11 @@ class RulesReward:
         if self.source is not None:
             scores = self.source(completions)
             base = scores.values
+            if clash := scores.parts.keys() & parts.keys():
+                raise RewardError(
+                    f"{min(clash)!r} is a rule's name and a part of the score that the rules change: give the rule "
+                    "another name"
+                )
             parts = {**scores.parts, "unruled": base, **parts}
         gates = [k for k, rule in enumerate(self.rules) if rule.gate is not None]
         if gates:

@@ -44,6 +44,21 @@ def test_pairs_are_split_by_prompt_and_none_is_lost(tmp_path: Path) -> None:
     assert len(inside) == 2 * len(set(inside))
 
 
+def test_a_dialogue_and_its_continuation_are_on_one_side(tmp_path: Path) -> None:
+    """HH-RLHF compares answers at several turns of a dialogue: held-out pairs began as training pairs went on."""
+    openings = [f"\n\nHuman: t{n // 10} t{n % 10}\n\nAssistant:" for n in range(40)]
+    prompts = [text for o in openings for text in (o, f"{o} t3\n\nHuman: t4\n\nAssistant:")]
+    rows = [{"chosen": f"{prompt} t5", "rejected": f"{prompt} t6"} for prompt in prompts]
+    path = rows_file(tmp_path / "pairs.jsonl", rows)
+    config = load_reward_model("configs/reward_model.yaml", [f"data.preferences.path={path}", "data.holdout=0.3"])
+    assert config.data.eval_preferences is not None
+    inside, outside = loaded(config.data.eval_preferences), loaded(config.data.preferences)
+    assert len(inside) + len(outside) == 80
+    assert inside
+    assert not any(text.startswith(opening) for opening in inside for text in outside)
+    assert not any(text.startswith(opening) for opening in outside for text in inside)
+
+
 def test_rows_of_its_own_come_first_and_null_keeps_none() -> None:
     given = load_train("configs/ppo.yaml", ["data.eval_prompts.path=mine.jsonl"]).data
     assert given.eval_prompts is not None

@@ -176,6 +176,9 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
         read_template(str(path), "", ("prompt", "a", "b"), section="s")
     with pytest.raises(ConfigError, match=r"s\.template: no file"):
         read_template(str(tmp_path / "gone"), "", (), section="s")
+    path.write_bytes("{a}: schön?".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"s\.template: .*t\.txt cannot be read: 'utf-8' codec"):
+        read_template(str(path), "", ("a",), section="s")
 
 
 # Scores

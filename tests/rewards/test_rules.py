@@ -13,7 +13,7 @@ from tiny_models import completions_of, tokenizer
 
 from rlhf.config.load import validate
 from rlhf.config.reward import RewardConfig
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, RewardError
 from rlhf.rewards.rules import (
     LANGUAGES,
     RulesReward,
@@ -149,6 +149,8 @@ def test_rules_around_a_source_log_each_by_its_name() -> None:
         "gated": [0.0, 0.0, 1.0],
     }
     assert RulesReward(rules[:1], tokenizer(), None)(batch).values.tolist() == [0.0, -1.0, 0.0]
+    with pytest.raises(RewardError, match="'fit' is a rule's name and a part of the score that the rules change"):
+        RulesReward([rule(type="length", max=1, name="fit")], tokenizer(), Constant())(batch)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +162,7 @@ def test_rules_around_a_source_log_each_by_its_name() -> None:
         ([{"type": "format", "must": ["("]}], "not a regular expression"),
         ([{"type": "format"}], "every completion keeps this rule"),
         ([{"type": "length", "max": 4}, {"type": "length", "min": 2}], "two rules are called length"),
+        ([{"type": "length", "max": 4, "name": "gated"}], "no rule can be called gated or unruled"),
     ],
 )
 def test_rules_that_cannot_work_are_refused(rules: list[dict[str, object]], message: str) -> None:
