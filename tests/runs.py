@@ -166,6 +166,12 @@ def ppo_tree(folder: Path, **changes: Any) -> dict[str, Any]:
     return merge(tree, changes)
 
 
+def brief_tree(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The same with one update a step and no evaluation, for what a run does beside learning."""
+    brief = {"data": {"eval_prompts": None}, "eval": {"every": 0}, "batch": {"epochs": 1, "minibatches": 1}}
+    return ppo_tree(folder, **merge(brief, changes))
+
+
 def online(tree: dict[str, Any], *overrides: str) -> OnlineRun:
     """The run that the tree and `key=value` overrides describe."""
     with tried_once():

@@ -19,7 +19,7 @@ def test_the_return_rises(tmp_path: Path, preset: str) -> None:
     if preset == "grpo":
         settings["batch"]["prompts_per_step"] = 8
         settings["sampling"] = {"max_new_tokens": 6, "completions_per_prompt": 4}
-    settings["schedule"] = {"steps": 25}
+    settings["schedule"] = {"steps": 16}
     settings["checkpoint"] = {"every": 0}
     runs.trained(settings, "policy.lr=0.02")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -29,8 +29,10 @@ PRESETS = ("ppo", "grpo", "rloo", "reinforce_pp", "gspo", "online_dpo")
 @pytest.mark.parametrize("preset", quick(PRESETS, ["ppo", "grpo", "online_dpo"]))
 def test_same_bits_as_a_reward_function(preset: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"algorithm": {"preset": preset}, "schedule": {"steps": 3}, "checkpoint": {"every": 0}}
+    if preset != "ppo":  # which has one completion of a prompt
+        changes["batch"] = {"prompts_per_step": 4}
     if preset == "online_dpo":
-        changes["batch"] = {"epochs": 1, "minibatches": 1}
+        changes["batch"] |= {"epochs": 1, "minibatches": 1}
     function = runs.ppo_tree(tmp_path, **changes)
     environment = {k: v for k, v in function.items() if k != "reward"}
     environment["environment"] = {"target": f"{word_games.__file__}:CountGood", "max_turns": 1}

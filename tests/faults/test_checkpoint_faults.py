@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import largest_difference, online, ppo_tree, trained, weights
+from runs import brief_tree, largest_difference, online, trained, weights
 
 from rlhf.errors import CheckpointError, SamplingError
 from rlhf.sampling.push import WeightFolders
@@ -80,7 +80,7 @@ def test_every_shortened_file_is_found(tmp_path: Path) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     """The folder of a run, which every test of damage leaves as it was, and its final weights."""
     folder = tmp_path_factory.mktemp("finished")
-    return folder, weights(trained(ppo_tree(folder)).models.policy)
+    return folder, weights(trained(brief_tree(folder)).models.policy)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "half deleted"])
@@ -102,7 +102,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
             model.write_bytes(bytes(data))
         case "half deleted":
             shutil.rmtree(last / "model")
-    resumed = trained(ppo_tree(folder))
+    resumed = trained(brief_tree(folder))
     notes = [row["text"] for row in RunFolder(run).read_notes()[notes_before:]]
     assert any("step-000004 is damaged (model/" in text and "passed over" in text for text in notes)
     assert any("continuing from" in text and "step-000002" in text for text in notes)
@@ -131,7 +131,7 @@ def test_what_a_kill_left_is_swept_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [100, 2_000, 8_000, 20_000])
 def test_a_full_disk_leaves_the_older_checkpoint_and_says_so(tmp_path: Path, size: int) -> None:
     """The sizes make the tokenizer, the weights, the optimizers or the manifest fail: each library in its own way."""
-    tree = ppo_tree(tmp_path)
+    tree = brief_tree(tmp_path)
     run = online(tree)
     step = run.session.steps()
     run.session.checkpoint_every = 1
@@ -151,7 +151,7 @@ def test_a_run_whose_disk_was_full_is_the_uninterrupted_one(
     tmp_path: Path, finished: tuple[Path, dict[str, torch.Tensor]]
 ) -> None:
     folder, whole = finished
-    tree = ppo_tree(tmp_path)
+    tree = brief_tree(tmp_path)
     broken = online(tree)
     save = broken.session.save
 
@@ -221,15 +221,15 @@ def test_a_second_process_is_refused_and_a_dead_one_is_no_trap(tmp_path: Path) -
     other = holder(tmp_path / "run")
     try:
         with pytest.raises(CheckpointError, match=rf"in use by another process \(pid {other.pid}\).*run\.out_dir"):
-            online(ppo_tree(tmp_path))
+            online(brief_tree(tmp_path))
     finally:
         close(other)
     assert (tmp_path / "run" / ".lock").exists()
-    assert trained(ppo_tree(tmp_path, schedule={"steps": 1})).session.state.step == 1
+    assert trained(brief_tree(tmp_path, schedule={"steps": 1})).session.state.step == 1
 
 
 def test_a_run_lets_go_of_its_folder(tmp_path: Path) -> None:
-    run = online(ppo_tree(tmp_path))
+    run = online(brief_tree(tmp_path))
     again = FolderLock(tmp_path / "run")  # the same process may
     run.session.recorder.close()
     again.release()
@@ -262,8 +262,8 @@ def test_without_locks_in_the_system_a_folder_is_used_unlocked(tmp_path: Path) -
 
 
 def test_other_optimizers_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
-    trained(ppo_tree(tmp_path, schedule={"steps": 1}))
-    tree = ppo_tree(tmp_path, policy={"lora": {"r": 2}})
+    trained(brief_tree(tmp_path, schedule={"steps": 1}))
+    tree = brief_tree(tmp_path, policy={"lora": {"r": 2}})
     with pytest.raises(Exception) as caught:
         online(tree)
     assert type(caught.value).__module__ == "rlhf.errors", caught.value
@@ -274,7 +274,7 @@ def test_the_checkpoint_has_every_generator_there_is(
 ) -> None:
     """None: no step reads a global generator, whatever it holds."""
     _, whole = finished
-    disturbed = online(ppo_tree(tmp_path))
+    disturbed = online(brief_tree(tmp_path))
     sample = disturbed.sampler.sample
 
     def disturb(*args: object, **kwargs: object) -> object:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import count_good, largest_difference, offline, offline_tree, online, ppo_tree, trained, weights
+from runs import brief_tree, count_good, largest_difference, offline, offline_tree, online, ppo_tree, trained, weights
 
 from rlhf.cli import main
 from rlhf.config.files import merge
@@ -61,8 +61,9 @@ def test_a_bad_step_is_left_out_counted_and_noted(tmp_path: Path, value: float) 
 
 
 def test_too_many_in_a_row_stop_the_run_at_the_last_good_checkpoint(tmp_path: Path) -> None:
-    whole = trained(ppo_tree(tmp_path, run={"out_dir": str(tmp_path / "whole")}, checkpoint={"every": 1}))
-    tree = ppo_tree(tmp_path, schedule={"max_bad_steps": 7}, checkpoint={"every": 1})
+    unevaluated = {"data": {"eval_prompts": None}, "checkpoint": {"every": 1}}
+    whole = trained(ppo_tree(tmp_path, run={"out_dir": str(tmp_path / "whole")}, **unevaluated))
+    tree = ppo_tree(tmp_path, schedule={"max_bad_steps": 7}, **unevaluated)
     run = online(tree)
     poison(run, {3, 4})  # 8 optimizer steps
     with pytest.raises(DivergenceError, match=r"7 times in a row .*step 4\. The last good checkpoint is .*step-000002"):
@@ -76,14 +77,14 @@ def test_too_many_in_a_row_stop_the_run_at_the_last_good_checkpoint(tmp_path: Pa
 
 
 def test_a_good_step_ends_the_row(tmp_path: Path) -> None:
-    run = online(ppo_tree(tmp_path, schedule={"max_bad_steps": 5}, eval={"every": 0}))
+    run = online(ppo_tree(tmp_path, schedule={"max_bad_steps": 5}, data={"eval_prompts": None}))
     poison(run, {1, 3})  # 4 and 4, a good one between them
     train(run)
     assert run.session.state.skipped == 8
 
 
 def test_the_row_is_counted_on_over_an_interruption(tmp_path: Path) -> None:
-    tree = ppo_tree(tmp_path, schedule={"max_bad_steps": 7}, checkpoint={"every": 0})
+    tree = ppo_tree(tmp_path, schedule={"max_bad_steps": 7}, checkpoint={"every": 0}, data={"eval_prompts": None})
     run = online(tree)
     poison(run, {2, 3, 4})
     steps = run.session.steps()
@@ -123,7 +124,7 @@ def odd_tree(folder: Path, bad: set[int], **changes: Any) -> dict[str, Any]:
     BAD.clear()
     BAD.update(bad)
     source = {"source": {"type": "function", "target": f"{__name__}:sometimes_nan"}}
-    return ppo_tree(folder, **merge({"reward": source, "data": {"eval_prompts": None}}, changes))
+    return brief_tree(folder, **merge({"reward": source}, changes))
 
 
 def test_a_step_without_scores_is_left_out_and_the_completion_named(tmp_path: Path) -> None:
@@ -149,7 +150,8 @@ def test_a_source_that_is_bad_from_the_start_is_an_error_at_once(tmp_path: Path)
 
 
 def test_an_evaluation_without_scores_is_left_out(tmp_path: Path) -> None:
-    tree = odd_tree(tmp_path, {4}, data={"eval_prompts": {"path": str(tmp_path / "prompts.jsonl")}})
+    evaluated = {"data": {"eval_prompts": {"path": str(tmp_path / "prompts.jsonl")}}, "eval": {"every": 2}}
+    tree = odd_tree(tmp_path, {4}, **evaluated)
     run = trained(tree)  # calls: evaluation, step 1, step 2, evaluation
     rows = run.session.recorder.folder.read_metrics()
     assert ["eval/score" in row for row in rows] == [True, False, False, False, True]

@@ -11,6 +11,7 @@ import torch
 import word_rewards
 import yaml
 from runs import (
+    brief_tree,
     largest_difference,
     make_model,
     offline_tree,
@@ -53,7 +54,7 @@ GRPO = ("algorithm.preset=grpo", "sampling.completions_per_prompt=4")
 
 
 def test_another_algorithm_is_refused_and_changes_nothing(tmp_path: Path, capsys: Capture) -> None:
-    file = write_config(tmp_path, ppo_tree(tmp_path))
+    file = write_config(tmp_path, brief_tree(tmp_path))
     assert main(["train", file]) == 0
     assert f"ppo in {tmp_path / 'run'}" in capsys.readouterr().out.replace("\n", " ")[:400]
     before = files_of(tmp_path / "run")
@@ -66,6 +67,17 @@ def test_another_algorithm_is_refused_and_changes_nothing(tmp_path: Path, capsys
     assert files_of(tmp_path / "run") == before
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The settings of a finished run of two steps, with other prompts and another model in its folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_rows(folder / "other.jsonl", [{"prompt": "red one"}] * 4)
+    make_model(folder / "other", seed=1)
+    tree = brief_tree(folder, schedule={"steps": 2})
+    trained(tree)
+    return tree
+
+
 @pytest.mark.parametrize(
     "change, key",
     [
@@ -76,18 +88,15 @@ def test_another_algorithm_is_refused_and_changes_nothing(tmp_path: Path, capsys
         ({"sampling": {"temperature": 0.5}}, "sampling.temperature"),
     ],
 )
-def test_another_input_is_refused(tmp_path: Path, change: dict[str, Any], key: str) -> None:
-    tree = ppo_tree(tmp_path, schedule={"steps": 2})
-    trained(tree)
-    write_rows(tmp_path / "other.jsonl", [{"prompt": "red one"}] * 4)
-    make_model(tmp_path / "other", seed=1)
-    text = json.dumps(change).replace("{tmp}", str(tmp_path)).replace("{here}", word_rewards.__file__)
+def test_another_input_is_refused(finished: dict[str, Any], change: dict[str, Any], key: str) -> None:
+    folder = Path(finished["run"]["out_dir"]).parent
+    text = json.dumps(change).replace("{tmp}", str(folder)).replace("{here}", word_rewards.__file__)
     with pytest.raises(CheckpointError, match=rf"holds another run \(step 2\): {key}: "):
-        online(merge(tree, json.loads(text)))
+        online(merge(finished, json.loads(text)))
 
 
 def test_a_finished_run_started_again_says_so_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
-    file = write_config(tmp_path, ppo_tree(tmp_path))
+    file = write_config(tmp_path, brief_tree(tmp_path))
     assert main(["train", file]) == 0
     before = files_of(tmp_path / "run")
     capsys.readouterr()
@@ -105,7 +114,7 @@ def test_a_finished_run_started_again_says_so_and_writes_nothing(tmp_path: Path,
 def test_a_finished_run_whose_model_is_gone_or_wanted_otherwise_exports_it_again(
     tmp_path: Path, capsys: Capture
 ) -> None:
-    file = write_config(tmp_path, ppo_tree(tmp_path))
+    file = write_config(tmp_path, brief_tree(tmp_path))
     assert main(["train", file]) == 0
     model = tmp_path / "run" / "model" / "model.safetensors"
     first = model.read_bytes()
@@ -123,18 +132,18 @@ def test_a_finished_run_whose_model_is_gone_or_wanted_otherwise_exports_it_again
 
 
 def test_more_steps_and_another_learning_rate_continue_and_are_recorded(tmp_path: Path) -> None:
-    tree = ppo_tree(tmp_path, schedule={"steps": 2})
+    tree = brief_tree(tmp_path, schedule={"steps": 2})
     trained(tree)
     run = trained(tree, "schedule.steps=3", "policy.lr=0.005")
     assert run.session.resumed
     settings = RunFolder(tmp_path / "run").read_config()
     assert (settings["schedule"]["steps"], settings["policy"]["lr"]) == (3, 0.005)
     assert "changed since the last start: policy.lr: 0.01 → 0.005, schedule.steps: 2 → 3" in notes_of(tmp_path)
-    assert [row["policy/lr"] for row in RunFolder(tmp_path / "run").read_metrics()[1:]] == [0.01, 0.01, 0.005]
+    assert [row["policy/lr"] for row in RunFolder(tmp_path / "run").read_metrics()] == [0.01, 0.01, 0.005]
 
 
 def test_never_moves_the_old_run_and_begins_at_step_0(tmp_path: Path) -> None:
-    tree = ppo_tree(tmp_path, schedule={"steps": 2})
+    tree = brief_tree(tmp_path, schedule={"steps": 2})
     trained(tree)
     kept = files_of(tmp_path / "run")
     run = trained(tree, *GRPO, "checkpoint.resume=never")
@@ -149,7 +158,7 @@ def test_always_trains_the_old_weights_with_the_new_settings_and_says_it(
     tmp_path: Path, first: tuple[str, ...], then: tuple[str, ...]
 ) -> None:
     """Both ways: a critic that is not needed is left, and one that is missing begins anew."""
-    tree = ppo_tree(tmp_path, schedule={"steps": 2}, sampling={"completions_per_prompt": 4})
+    tree = brief_tree(tmp_path, schedule={"steps": 2}, sampling={"completions_per_prompt": 4})
     before = weights(trained(tree, *first).models.policy)
     run = online(tree, *then, "schedule.steps=4", "checkpoint.resume=always")
     assert run.session.state.step == 2
@@ -167,7 +176,7 @@ def test_always_trains_the_old_weights_with_the_new_settings_and_says_it(
 
 
 def test_overwritten_start_weights_are_refused(tmp_path: Path) -> None:
-    tree = ppo_tree(tmp_path, schedule={"steps": 2})
+    tree = brief_tree(tmp_path, schedule={"steps": 2})
     trained(tree)
     make_model(tmp_path / "model", seed=5)
     with pytest.raises(CheckpointError, match=r"policy\.model: the content differs from what the run began with"):
@@ -244,7 +253,7 @@ def test_an_edited_reward_function_is_a_warning(tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text("def score(completions):\n    return [float(len(c)) for c in completions]\n")
     source = {"type": "function", "target": f"{reward}:score"}
-    tree = ppo_tree(tmp_path, schedule={"steps": 2}, reward={"source": source})
+    tree = brief_tree(tmp_path, schedule={"steps": 2}, reward={"source": source})
     trained(tree)
     reward.write_text("def score(completions):\n    return [-float(len(c)) for c in completions]\n")
     assert trained(tree, "schedule.steps=3").session.resumed
@@ -252,7 +261,7 @@ def test_an_edited_reward_function_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_checkpoint_is_not_trained_over(tmp_path: Path, capsys: Capture) -> None:
-    file = write_config(tmp_path, ppo_tree(tmp_path, schedule={"steps": 2}))
+    file = write_config(tmp_path, brief_tree(tmp_path, schedule={"steps": 2}))
     assert main(["train", file]) == 0
     for path in sorted((tmp_path / "run" / "checkpoints").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
@@ -263,7 +272,7 @@ def test_a_model_without_a_checkpoint_is_not_trained_over(tmp_path: Path, capsys
 
 
 def test_what_a_kill_left_behind_is_gone_after_the_next_start(tmp_path: Path) -> None:
-    tree = ppo_tree(tmp_path, schedule={"steps": 2})
+    tree = brief_tree(tmp_path, schedule={"steps": 2})
     trained(tree)
     for name in ("checkpoints/.deleting-step-000000", ".writing-model"):
         (tmp_path / "run" / name).mkdir()
@@ -272,7 +281,7 @@ def test_what_a_kill_left_behind_is_gone_after_the_next_start(tmp_path: Path) ->
 
 
 def test_a_failed_setup_leaves_no_folder_and_no_lock(tmp_path: Path, capsys: Capture) -> None:
-    file = write_config(tmp_path, ppo_tree(tmp_path, policy={"tokenizer": str(tmp_path / "none")}))
+    file = write_config(tmp_path, brief_tree(tmp_path, policy={"tokenizer": str(tmp_path / "none")}))
     assert main(["train", file]) == 2
     assert "none" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

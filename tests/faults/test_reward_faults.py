@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick import quick
 from runs import count_good, largest_difference, online, ppo_tree, trained, weights
 from torch import Tensor
 
@@ -48,7 +49,8 @@ def faulty(*, prompts: list[str], completions: list[str], references: list[Mappi
 def tree_of(folder: Path, name: str) -> dict[str, Any]:
     source = {"source": {"type": "function", "target": f"{__name__}:faulty", "timeout_s": 0.5}}
     run = {"out_dir": str(folder / name)}
-    return ppo_tree(folder, reward=source, run=run, checkpoint={"every": 0})
+    once = {"epochs": 1, "minibatches": 1}  # updates are not what is looked at
+    return ppo_tree(folder, reward=source, run=run, checkpoint={"every": 0}, batch=once)
 
 
 @pytest.fixture(autouse=True)
@@ -92,15 +94,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return Whole.of(tree_of(tmp_path_factory.mktemp("whole"), "whole"))
 
 
+CASES = [
+    ("raises", STEP_3, 2),
+    ("hangs", STEP_3, 2),
+    ("too few", STEP_3, 2),
+    ("raises", EVALUATION_2, 2),
+    ("raises", EVALUATION_4, 4),
+]
+
+
 @pytest.mark.parametrize(
-    "fault, call, saved_at",
-    [
-        ("raises", STEP_3, 2),
-        ("hangs", STEP_3, 2),
-        ("too few", STEP_3, 2),
-        ("raises", EVALUATION_2, 2),
-        ("raises", EVALUATION_4, 4),
-    ],
+    "fault, call, saved_at", quick(CASES, [case for case in CASES if case != ("raises", STEP_3, 2)])
 )
 def test_the_run_is_saved_and_goes_on_as_if_nothing_had_been(
     tmp_path: Path, whole: Whole, fault: str, call: int, saved_at: int

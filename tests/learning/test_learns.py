@@ -41,7 +41,7 @@ def tree_of(folder: Path, preset: str) -> dict[str, Any]:
 
 
 # What tells the others apart from these is proven by enumeration (tests/exact).
-@pytest.mark.parametrize("preset", quick(ONLINE, ["ppo", "grpo", "rloo", "remax"]))
+@pytest.mark.parametrize("preset", quick(ONLINE, ["ppo", "grpo", "reinforce"]))
 def test_every_online_preset_raises_the_gold(tmp_path: Path, preset: str) -> None:
     trained(tree_of(tmp_path, preset))
     rows = metrics(tmp_path)
@@ -51,13 +51,15 @@ def test_every_online_preset_raises_the_gold(tmp_path: Path, preset: str) -> Non
     assert all(row["kl/sampler_mismatch"] < 1e-5 for row in rows[1:])
 
 
-def test_a_policy_that_learns_one_step_behind_raises_the_gold_too(tmp_path: Path) -> None:
+def test_a_policy_that_learns_one_step_behind_raises_the_gold_too_and_its_critic_learns(tmp_path: Path) -> None:
     trained(tree_of(tmp_path, "ppo"), "overlap.ahead=true", "schedule.steps=15")
     rows = metrics(tmp_path)
     assert rows[0]["eval/score"] < 0.3
     assert rows[-1]["eval/score"] > 0.6
     assert rows[1]["kl/sampler_mismatch"] < 1e-5  # nothing was learned before the first step
     assert all(row["kl/sampler_mismatch"] > 1e-4 for row in rows[2:])
+    assert rows[1]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)  # its head starts at zero
+    assert max(row["critic/explained_variance"] for row in rows[5:]) > 0.2
 
 
 def chosen_from(folder: Path, preset: str, *overrides: str, steps: int = 15) -> list[dict[str, Any]]:
@@ -131,13 +133,6 @@ def test_greedy_baselines_are_counted(tmp_path: Path) -> None:
     assert [row["completion/count"] for row in rows] == [40.0, 80.0, 120.0]  # 8 prompts: 32 sampled, 8 greedy
     assert all(row["completion/extra"] == 8.0 for row in rows)
     assert all(-1.0 <= row["score/greedy"] <= 1.0 for row in rows)
-
-
-def test_the_critic_learns_too(tmp_path: Path) -> None:
-    trained(tree_of(tmp_path, "ppo"), "schedule.steps=12")
-    rows = metrics(tmp_path)
-    assert rows[1]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)  # its head starts at zero
-    assert max(row["critic/explained_variance"] for row in rows[5:]) > 0.2
 
 
 def test_a_large_kl_coefficient_holds_the_policy(tmp_path: Path) -> None:

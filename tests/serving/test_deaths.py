@@ -57,7 +57,8 @@ class Mortal:
 
 def tree_of(folder: Path, model: Path, *urls: str, **server: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
-    return ppo_tree(folder, policy={"model": str(model)}, sampling=served(*urls, **server))
+    once = {"epochs": 1, "minibatches": 1}  # updates are not what is looked at
+    return ppo_tree(folder, policy={"model": str(model)}, sampling=served(*urls, **server), batch=once)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from quick import quick
-from runs import largest_difference, online, ppo_tree, trained, weights
+from runs import brief_tree, largest_difference, online, ppo_tree, trained, weights
 from tiny_models import ragged
 
 from rlhf.config.load import train_config
@@ -67,15 +67,16 @@ def test_an_error_of_the_reward_is_the_step_s() -> None:
 def test_a_run_scored_in_parts_is_the_run(tmp_path: Path) -> None:
     for name in ("plain", "parts"):
         (tmp_path / name).mkdir()
-    plain = trained(ppo_tree(tmp_path / "plain"))
-    tree = ppo_tree(tmp_path / "parts", policy={"model": str(tmp_path / "plain" / "model")})
+    two = {"schedule": {"steps": 2}}
+    plain = trained(ppo_tree(tmp_path / "plain", **two))
+    tree = ppo_tree(tmp_path / "parts", policy={"model": str(tmp_path / "plain" / "model")}, **two)
     parts = trained(tree, "overlap.reward_parts=3")
     assert largest_difference(weights(plain.models.policy), weights(parts.models.policy)) == 0.0
     assert files(tmp_path / "plain") == files(tmp_path / "parts")
 
 
 def test_a_step_is_drawn_by_the_policy_before_the_last_update(tmp_path: Path) -> None:
-    run = online(ppo_tree(tmp_path, overlap={"ahead": True}))
+    run = online(brief_tree(tmp_path, overlap={"ahead": True}))
     assert run.ahead is not None
     first = [run.sampler.sample(run.prompts(step), key=sampling_key(run.config, step), group_size=1) for step in (1, 2)]
     taken: list[Completions] = []
@@ -103,7 +104,7 @@ def test_a_step_is_drawn_by_the_policy_before_the_last_update(tmp_path: Path) ->
 
 @pytest.mark.parametrize("behind", quick([2, 4], [2]))
 def test_a_step_is_drawn_by_the_policy_of_so_many_updates_before(tmp_path: Path, behind: int) -> None:
-    tree = ppo_tree(tmp_path, overlap={"ahead": True, "ahead_steps": behind}, schedule={"steps": 7})
+    tree = brief_tree(tmp_path, overlap={"ahead": True, "ahead_steps": behind}, schedule={"steps": 7})
     run = online(tree)
     assert run.ahead is not None
     before: list[dict[str, torch.Tensor]] = []
@@ -180,7 +181,7 @@ def test_nothing_more_is_begun_after_a_draw_that_failed() -> None:
 
 
 def test_a_policy_that_stands_still_is_never_behind(tmp_path: Path) -> None:
-    still = {"policy": {"lr": 1e-30}, "critic": {"lr": 1e-30}}
+    still = {"policy": {"lr": 1e-30}, "critic": {"lr": 1e-30}, "schedule": {"steps": 3}, "eval": {"every": 3}}
     for name in ("plain", "ahead"):
         (tmp_path / name).mkdir()
     trained(ppo_tree(tmp_path / "plain", **still))
@@ -200,8 +201,8 @@ def test_a_run_that_its_reward_stopped_goes_on_with_the_same_completions(tmp_pat
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
     stale = {"overlap": {"ahead": True, "ahead_steps": behind}, "schedule": {"steps": 6}}
-    whole = trained(ppo_tree(tmp_path / "whole", **stale))
-    tree = ppo_tree(tmp_path / "stopped", **stale)
+    whole = trained(brief_tree(tmp_path / "whole", **stale))
+    tree = brief_tree(tmp_path / "stopped", **stale)
     tree["policy"]["model"] = str(tmp_path / "whole" / "model")
     run = online(tree)
     reward, left = run.reward.source, [4]  # type: ignore[attr-defined]
