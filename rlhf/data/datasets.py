@@ -280,7 +280,7 @@ def _render_rows(
 def _keep_formatted_prompt(row: Row, parsed: T, encoder: Encoder, skips: RowCounts) -> T:
     """Restore a text prompt that has the template's turns written out already: it is not to be templated again."""
     prompt = row.values.get("prompt")
-    if encoder.template.choice != "auto" or isinstance(parsed.prompt, str) or not isinstance(prompt, str):
+    if isinstance(parsed.prompt, str) or not isinstance(prompt, str):
         return parsed
     if not encoder.is_written_out(prompt):
         return parsed

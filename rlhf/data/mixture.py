@@ -258,7 +258,9 @@ class StreamedSource(Generic[T]):
         if length == 0:
             self.counts.require_rows()
         if self._length is None and tell:
-            self.report(f"{self.counts.summary()}. Read to its end")
+            is_whole = self.counts.used == length  # a resumed run has no reasons for what was skipped before
+            total = f"{self.counts.source}: {length:,} rows used, {skipped:,} skipped"
+            self.report(f"{self.counts.summary() if is_whole else total}. Read to its end")
         self._length, self._total_skipped = length, skipped
 
     def _parse(self, rows: Sequence[Row], file: int, counts: RowCounts) -> Any:

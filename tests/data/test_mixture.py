@@ -111,6 +111,18 @@ def test_a_restored_stream_reads_on_without_what_came_before(tmp_path: Path, mon
     assert wanted[0] == observed(opened(**section), 1)
 
 
+def test_the_end_of_a_restored_stream_is_told_with_all_of_its_rows(tmp_path: Path) -> None:
+    path = write(tmp_path, "jsonl", [*texts(0, 20), {"prompt": "t3", "completion": " "}, *texts(20, 20)])
+    section = {"path": path, "stream": True, "shuffle_buffer": 8}
+    whole = opened(**section)
+    drawn(whole, range(1, 8))
+    resumed, notes = opened(**section), []
+    resumed.restore(whole.state(7))
+    resumed.report_to(notes.append)
+    drawn(resumed, range(8, 12))
+    assert notes == [f"sft: {path}: 40 rows used, 1 skipped. Read to its end"]
+
+
 def test_memory_holds_a_few_blocks(tmp_path: Path) -> None:
     stream = opened(path=write(tmp_path, "jsonl", texts(0, 300)), stream=True, shuffle_buffer=10)
     (source,) = stream.sources.values()

@@ -259,6 +259,8 @@ def test_texts_transcripts_and_written_out_prompts_stay_what_they_are(write: Wri
     dataset = prompts(write([{"prompt": written}]), tokenizer)
     assert dataset.texts == (written,)
     assert "1 text prompts have the chat template's turns written out already" in dataset.skips.summary()
+    own = write(str(tokenizer.chat_template), "own.jinja")  # of a file, too
+    assert prompts(write([{"prompt": written}]), tokenizer, ChatFormat(own)).texts == (written,)
     cut = prompts(write([{"prompt": "Hi there"}]), tokenizer, first_tokens=2)
     assert cut.texts == ("Hi",)
 
