@@ -27,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, bonus in (("reward", 0), ("judge", 1)):
         (folder / f"{name}.py").write_text(ABSTAINS.format(bonus=bonus))
         sources.append({"type": "verifier", "name": f"{folder / name}.py:grade", "workers": 1})
-    tree: dict[str, Any] = compare_tree(folder, reward_source=sources[0], judge=sources[1])
+    tree: dict[str, Any] = compare_tree(
+        folder, reward_source=sources[0], judge=sources[1], budget={"completions": 32}, evaluations=1
+    )
     best = {"type": "best_of_n", "n": 2, "samples": 4}
     tree |= {"seeds": [0], "arms": {"grpo": {"algorithm": {"preset": "grpo"}, **GROUPS}, "best_of_n": best}}
     hh = {"dataset": {"path": str(folder / "pairs.jsonl")}, "sampling": {"max_new_tokens": 4}, "source": sources[0]}

@@ -68,7 +68,8 @@ def results_of(folder: Path) -> Any:
 def test_two_at_once_give_what_one_after_another_gives(tmp_path: Path) -> None:
     """One arm is broken in both; every other byte that is judged is the same."""
     arms = {"dpo": None, "best_of_n": None, "bad": failing_arm(tmp_path)}
-    alone = compare_tree(tmp_path, seeds=[0], arms=arms) | {"out_dir": str(tmp_path / "alone")}
+    tree = compare_tree(tmp_path, seeds=[0], arms=arms, budget={"completions": 32}, evaluations=1)
+    alone = tree | {"out_dir": str(tmp_path / "alone")}
     beside = alone | {"out_dir": str(tmp_path / "beside"), "jobs": 2}
     assert compared(alone)
     output = io.StringIO()
@@ -80,8 +81,8 @@ def test_two_at_once_give_what_one_after_another_gives(tmp_path: Path) -> None:
         first, second = (tmp_path / name / arm / "seed-0" for name in ("alone", "beside"))
         assert (first / JUDGED).read_bytes() == (second / JUDGED).read_bytes()
     lines = output.getvalue().splitlines()
-    assert any(line.startswith("ppo, seed 0 | step 4/4") for line in lines)
-    assert any(line.startswith("grpo, seed 0 | step 4/4") for line in lines)
+    assert any(line.startswith("ppo, seed 0 | step 2/2") for line in lines)
+    assert any(line.startswith("grpo, seed 0 | step 2/2") for line in lines)
     assert any(line.endswith("bad, seed 0: started") for line in lines)
     assert "no such thing" in (tmp_path / "beside" / "bad" / "seed-0" / ERRORS).read_text()
     page = (tmp_path / "beside" / "report.html").read_text()

@@ -49,7 +49,7 @@ def with_suites(folder: Path, **changes: Any) -> dict[str, Any]:
         "ifeval": {"dataset": {"path": str(rows)}, "sampling": {"max_new_tokens": 6}},
         "xstest": {"dataset": {"path": str(safe)}, "sampling": {"max_new_tokens": 6}},
     }
-    return compare_tree(folder, suites=suites, **changes)
+    return compare_tree(folder, suites=suites, budget={"completions": 32}, evaluations=1, **changes)
 
 
 @pytest.fixture(scope="module")

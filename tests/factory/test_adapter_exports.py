@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from quick import quick
-from runs import WORDS, make_model, offline_tree, ppo_tree, quiet
+from runs import WORDS, brief_tree, make_model, offline_tree, quiet
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -92,10 +92,10 @@ def tree_of(preset: str, folder: Path, **policy: Any) -> dict[str, Any]:
         case "dpo":
             return offline_tree(folder, "dpo", **short)
         case "grpo":
-            return ppo_tree(folder, algorithm={"preset": "grpo"}, sampling={"completions_per_prompt": 2}, **short)
+            return brief_tree(folder, algorithm={"preset": "grpo"}, sampling={"completions_per_prompt": 2}, **short)
         case _:
             critic = {"lora": {"r": 4}, "weights": policy.get("weights", "auto")}
-            return ppo_tree(folder, critic=critic, **short)
+            return brief_tree(folder, critic=critic, **short)
 
 
 def trained(tree: dict[str, Any]) -> Any:
@@ -126,8 +126,10 @@ def base_of(models: Any, folder: Path) -> PreTrainedModel:
     return base
 
 
-@pytest.mark.parametrize("weights", ["auto", "nf4"])
-@pytest.mark.parametrize("make", [make_smollm2, make_gemma3])
+MERGED = list(product([make_smollm2, make_gemma3], ["auto", "nf4"]))
+
+
+@pytest.mark.parametrize(("make", "weights"), quick(MERGED, [(make_smollm2, "nf4"), (make_gemma3, "auto")]))
 def test_the_merged_model_is_adapter_plus_base(make: Callable[[Path], None], weights: str, tmp_path: Path) -> None:
     if weights == "nf4":
         pytest.importorskip("bitsandbytes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,19 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from runs import make_model, merge, offline_tree, online, pairs_file, ppo_tree, trained, trained_offline, weights
+from quick import quick
+from runs import (
+    brief_tree,
+    make_model,
+    merge,
+    offline_tree,
+    online,
+    pairs_file,
+    ppo_tree,
+    trained,
+    trained_offline,
+    weights,
+)
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.cli import main
@@ -33,7 +46,7 @@ def rm_tree(folder: Path, **model: Any) -> dict[str, Any]:
         make_model(start)
     return {
         "run": {"out_dir": str(folder / "rm"), "device": "cpu"},
-        "data": {"preferences": {"path": str(pairs_file(folder))}},
+        "data": {"preferences": {"path": str(pairs_file(folder, count=48))}},
         "model": {"model": str(start), "lr": 1e-2, **model},
         "batch": {"prompts_per_step": 8},
         "schedule": {"steps": 4},
@@ -85,7 +98,7 @@ def test_a_reward_model_s_adapter_is_resumed_exported_and_read_by_plain_peft(kin
 
 def test_ppo_holds_one_base_for_all_roles_and_resumes_bitwise(tmp_path: Path) -> None:
     reward = train_reward_model(rm_tree(tmp_path, **NF4, export="adapter"), tmp_path)
-    tree = ppo_tree(
+    tree = brief_tree(
         tmp_path,
         policy=NF4,
         critic={**NF4, "init": "reward", "lora": {**LORA, "start": "continue"}},
@@ -127,15 +140,17 @@ def test_adapters_are_trained_in_float32_whatever_the_base_is_kept_in(kind: str,
 def test_the_first_ratio_is_1_with_weights_in_fewer_bits(tmp_path: Path) -> None:
     for number, change in enumerate(({"policy": NF4}, {"policy": {"weights": "bfloat16"}})):
         folder = tmp_path / str(number)
-        run = trained(ppo_tree(folder, **change, schedule={"steps": 1}, batch={"epochs": 1, "minibatches": 1}))
+        run = trained(brief_tree(folder, **change, schedule={"steps": 1}))
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
         first = next(line for line in lines if "policy/first_ratio_deviation" in line)
         assert first["policy/first_ratio_deviation"] < 1e-5
         del run
 
 
-@pytest.mark.parametrize("preset", ["sft", "dpo"])
-@pytest.mark.parametrize("kind", ["nf4", "int8", "bfloat16"])
+CASES = list(product(["sft", "dpo"], ["nf4", "int8", "bfloat16"]))
+
+
+@pytest.mark.parametrize(("preset", "kind"), quick(CASES, [("dpo", "nf4"), ("sft", "int8"), ("dpo", "bfloat16")]))
 def test_offline_losses_train_adapters_over_a_stored_base(preset: str, kind: str, tmp_path: Path) -> None:
     tree = offline_tree(tmp_path, "dpo", policy={"lora": LORA, "weights": kind, "export": "adapter"})
     if preset == "sft":
@@ -151,7 +166,7 @@ def test_offline_losses_train_adapters_over_a_stored_base(preset: str, kind: str
 
 @pytest.mark.parametrize("preset", ["grpo"])
 def test_grpo_trains_adapters_over_nf4(preset: str, tmp_path: Path) -> None:
-    tree = ppo_tree(
+    tree = brief_tree(
         tmp_path,
         policy=NF4,
         algorithm={"preset": preset},
@@ -163,7 +178,7 @@ def test_grpo_trains_adapters_over_nf4(preset: str, tmp_path: Path) -> None:
 
 
 def test_trained_bfloat16_weights_resume_bitwise(tmp_path: Path) -> None:
-    tree = ppo_tree(tmp_path, policy={"weights": "bfloat16"}, critic={"weights": "bfloat16"})
+    tree = brief_tree(tmp_path, policy={"weights": "bfloat16"}, critic={"weights": "bfloat16"})
     whole = trained(tree)
     expected = [weights(whole.models.policy), weights(whole.models.critic)]  # type: ignore[arg-type]
     assert whole.models.policy.model.embed_tokens.weight.dtype == torch.bfloat16

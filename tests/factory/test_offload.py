@@ -92,7 +92,7 @@ def test_a_run_is_the_same_bit_for_bit_and_resumes_so(
 ) -> None:
     if optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-    change = {"policy": {"optimizer": optimizer}}
+    change: dict[str, Any] = {"policy": {"optimizer": optimizer}, "batch": {"epochs": 1, "minibatches": 1}}
     plain = final(trained(tree_of(tmp_path / "plain", **change)))
     assert elsewhere.log == []
     tree = tree_of(tmp_path / "moved", offload=BOTH, **change)

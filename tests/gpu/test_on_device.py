@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,8 @@ def test_a_resumed_run_is_the_run(folder: Path, gpu: Machine) -> None:
     changes = {"checkpoint": {"every": 1}, "policy": {"ema_decay": 0.5}, "data": {"eval_prompts": None}}
     tree = merge(online_tree(folder, "ppo"), changes)
     whole = run(tree, folder, "cuda")
-    (folder / "again").mkdir()
-    for steps in (1, 2):
-        resumed = run(merge(tree, {"schedule": {"steps": steps}}), folder / "again", "cuda")
+    shutil.rmtree(folder / "run-cuda" / "checkpoints" / "step-000002")  # as after a kill in step 2
+    resumed = run(tree, folder, "cuda")
     assert differences(whole, resumed, tolerance=1e-6) == []
 
 
@@ -113,10 +113,11 @@ def sampled(model: Any, device: str, batch_size: int, *, greedy: bool = False) -
     return drawn
 
 
-@pytest.mark.parametrize(
-    ("family", "batch_size"),
-    [("llama", 100), ("llama", 5), ("qwen2", 24), ("qwen3", 9), ("mistral", 5), ("phi3", 24), ("gemma3_text", 9)],
-)
+SAMPLED = [("llama", 100), ("llama", 5), ("qwen2", 24), ("qwen3", 9), ("mistral", 5), ("phi3", 24), ("gemma3_text", 9)]
+ALIKE = [("llama", 100), ("llama", 5), ("qwen3", 9)]  # a Mistral has their slots, a Gemma 3 their norms
+
+
+@pytest.mark.parametrize(("family", "batch_size"), quick(SAMPLED, [case for case in SAMPLED if case not in ALIKE]))
 def test_recorded_steps_sample_the_cpus_tokens(family: str, batch_size: int) -> None:
     model = tiny(family, dtype=torch.float32)
     expected = sampled(model, "cpu", batch_size)

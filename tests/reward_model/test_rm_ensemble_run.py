@@ -29,8 +29,8 @@ def tree(folder: Path, name: str = "rm", **changes: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "run": {"out_dir": str(folder / name), "device": "cpu"},
         "data": {
-            "preferences": {"path": str(pairs_file(folder))},
-            "eval_preferences": {"path": str(pairs_file(folder, count=40, seed=1))},
+            "preferences": {"path": str(pairs_file(folder, count=48))},
+            "eval_preferences": {"path": str(pairs_file(folder, count=24, seed=1))},
         },
         "model": {"model": str(folder / "model"), "lr": 1e-2},
         "batch": {"prompts_per_step": 8, "micro_batch_size": 4},
