@@ -115,6 +115,34 @@ def test_the_comparison_on_json(name: str, file: str) -> None:
     assert seen == {(arm, seed) for arm, cells in results.items() for seed in cells}
 
 
+CHEAPER = {
+    "all weights, on policy": "grpo",
+    "LoRA of rank 16": "lora",
+    "LoRA on an `nf4` base": "qlora",
+    "all weights, samples two steps old": "none_2",
+    "the same, weighted by `token_truncate`": "token_2",
+}
+
+
+def test_grpo_by_cheaper_means() -> None:
+    results, seen = read("compare_json_grpo.json"), {"start"}
+    for row in rows(page("docs/experiments/json.md").split("## GRPO by cheaper means")[1].split(ON_A_GPU)[0]):
+        if (arm := CHEAPER.get(row[0])) is None:
+            continue
+        cell = results[arm]["0"]
+        assert wrong(numbers(row[1]), [100 * cell["full"][key] for key in ("value", "low", "high")]) == [], row
+        others = [100 * cell["parses"]["value"], cell["kl"], cell["peak_memory_mb"] / 1024]
+        assert wrong([number for part in row[2:] for number in numbers(part)], others) == [], row
+        seen.add(arm)
+    assert seen == set(results)
+    for name, arms in (
+        ("docs/vllm.md", ("none_2", "token_2", "grpo")),
+        ("docs/adapters.md", ("lora", "qlora", "grpo")),
+    ):
+        shares = {f"{100 * results[arm]['0']['full']['value']:.0f}" for arm in arms}
+        assert shares <= set(re.findall(r"(\d+) %", page(name))), name
+
+
 def test_the_suites_on_the_models_of_json() -> None:
     models, seen = read("alignment_evals.json")["models"], set()
     columns = [("blimp", "accuracy"), ("harmful", "refused"), ("xstest", "refused_unsafe"), ("toxicity", "toxic")]
