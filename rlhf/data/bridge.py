@@ -33,7 +33,7 @@ class Bridge:
     encoder: Encoder
     head: str  # what the template writes after an assistant's turn, before a user's text
     tail: str  # what it writes after that, up to where the assistant's next turn begins
-    end_id: int | None  # the token that ends an assistant's turn; None without a template
+    end_id: int | None  # the token that ends an assistant's turn; None if none does
 
     def tokens(self, observation: str | Sequence[Message], last: int, *, role: str = "user") -> list[int]:
         """Encode an observation, with what the template puts around it; `last` is the last token of the action.
@@ -45,7 +45,7 @@ class Bridge:
             ConfigError: the template refuses the messages, or there is none that could write them.
         """
         end = [self.end_id] if self.end_id is not None and last != self.end_id else []
-        if isinstance(observation, str) and (role == "user" or self.end_id is None):
+        if isinstance(observation, str) and (role == "user" or not self.encoder.template.turns):
             head, text, tail = self.head, observation, self.tail
         else:
             messages = [{"role": role, "content": observation}] if isinstance(observation, str) else list(observation)
@@ -73,7 +73,7 @@ class Bridge:
         return [*ids, *(self.encoder.continuation(text) if text else [])]
 
     def _messages(self, messages: list[Message]) -> list[Message]:
-        if self.end_id is None:
+        if not self.encoder.template.turns:
             raise ConfigError(
                 "the environment returned messages, but there is no chat template that could write them: return a text"
             )

@@ -101,6 +101,20 @@ def test_messages_are_written_by_the_template(bridge: Bridge) -> None:
     assert bridge.encoder.decode(two).count("<|im_start|>") == 3
 
 
+def test_a_template_that_ends_turns_with_no_token_writes_tools_and_messages_too() -> None:
+    """What a tool said was the user's turn, and messages were refused as if there were no template."""
+    plain = FAMILIES["chatml"].tokenizer()
+    plain.chat_template = (
+        "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+    )
+    bridge = make_bridge(make_encoder(plain, "auto"))
+    assert bridge.end_id is None
+    wanted = "TOOL: 7\nASSISTANT: "
+    assert bridge.encoder.decode(bridge.tokens("7", 3, role="tool")) == wanted
+    assert bridge.encoder.decode(bridge.tokens([{"role": "tool", "content": "7"}], 3)) == wanted
+
+
 def test_without_a_template_an_observation_is_its_text() -> None:
     encoder = make_encoder(FAMILIES["chatml"].tokenizer(), "none")
     bridge = make_bridge(encoder)
