@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,18 +49,15 @@ MATHEMATICS |= {"rlhf.algo", "rlhf.batching", "rlhf.types"}
 HIGH_LAB = {"rlhf.lab.build", "rlhf.lab.preferences"}
 WORLD_OF_OURS = {"rlhf.errors", "rlhf.types"}
 
-# These take seconds to import; the mathematics must be importable without any of them.
-HEAVY = {"transformers", "datasets", "peft", "accelerate", "evaluate", "sklearn", "pandas", "deepspeed"}
-
 
 def inside(name: str, roots: set[str]) -> bool:
     """Whether `name` is one of `roots` or something in one."""
     return any(name == root or name.startswith(root + ".") for root in roots)
 
 
-def imports(source: str, module: str, *, package: bool = False) -> Iterator[str]:
-    """The dotted names that `source`, the text of `module`, imports: `from a.b import c` is `a.b.c`."""
-    for node in ast.walk(ast.parse(source)):
+def imports(tree: ast.Module, module: str, *, package: bool = False) -> Iterator[str]:
+    """The dotted names that `tree`, parsed from `module`, imports: `from a.b import c` is `a.b.c`."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -69,13 +66,23 @@ def imports(source: str, module: str, *, package: bool = False) -> Iterator[str]
                 parents = module.split(".")[: None if package else -1]
                 base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and called(node).endswith("import_module"):
             yield from (a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
 
-def uses(source: str) -> set[str]:
-    """The dotted names read in `source`, such as `transformers.Trainer`."""
-    return {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+def called(node: ast.Call) -> str:
+    """The last name of what is called."""
+    match node.func:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
+
+
+def trainers_read(tree: ast.Module) -> set[str]:
+    """The dotted names of TRAINERS that are read in `tree`."""
+    last = {name.rpartition(".")[2] for name in TRAINERS}
+    read = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in last)
+    return TRAINERS & {ast.unparse(node) for node in read}
 
 
 def modules() -> dict[str, Path]:
@@ -89,10 +96,19 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-IMPORTED = {
-    name: set(imports(path.read_text(encoding="utf-8"), name, package=path.name == "__init__.py"))
-    for name, path in MODULES.items()
-}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every module, parsed."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@cache
+def imported() -> dict[str, set[str]]:
+    """What every module imports."""
+    packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    return {name: set(imports(tree, name, package=name in packages)) for name, tree in trees().items()}
 
 
 def rows() -> set[str]:
@@ -116,7 +132,7 @@ def late():
     import deepspeed
     return importlib.import_module("vllm")
 """
-    assert set(imports(source, "rlhf.algo.objective")) == {
+    assert set(imports(ast.parse(source), "rlhf.algo.objective")) == {
         "torch.nn",
         "rlhf.factory",
         "rlhf.algo.kl",
@@ -125,13 +141,13 @@ def late():
         "deepspeed",
         "vllm",
     }
-    assert set(imports("from .kl import k1", "rlhf.algo", package=True)) == {"rlhf.algo.kl.k1"}
-    assert "transformers.Trainer" in uses("trainer = transformers.Trainer(model)")
+    assert set(imports(ast.parse("from .kl import k1"), "rlhf.algo", package=True)) == {"rlhf.algo.kl.k1"}
+    assert trainers_read(ast.parse("trainer = transformers.Trainer(model)")) == {"transformers.Trainer"}
 
 
 def test_both_packages_are_read() -> None:
     assert {"rlhf.types", "rlhf.config.sections", "reward_model"} <= set(MODULES)
-    assert "rlhf.section.Section" in IMPORTED["rlhf.config.sections"]
+    assert "rlhf.section.Section" in imported()["rlhf.config.sections"]
 
 
 def test_every_module_has_a_row() -> None:
@@ -139,10 +155,10 @@ def test_every_module_has_a_row() -> None:
     homeless = {name for name in MODULES if not inside(name, named)}
     # The two roofs stand above and below the rows at once: one names what it exports (importing it on use), no more.
     assert homeless <= {"rlhf", "rlhf.lab"}, "give these a row in pyproject.toml's [tool.importlinter]"
-    exported = {name for name in IMPORTED["rlhf"] if name.startswith(("rlhf.api", "rlhf.exact"))}
+    exported = {name for name in imported()["rlhf"] if name.startswith(("rlhf.api", "rlhf.exact"))}
     light = {"__future__.annotations", "importlib", "typing.TYPE_CHECKING", "typing.Any"}
     light |= {"importlib.metadata.PackageNotFoundError", "importlib.metadata.version"}
-    assert [name for name in homeless if IMPORTED[name] - light - (exported if name == "rlhf" else set())] == []
+    assert [name for name in homeless if imported()[name] - light - (exported if name == "rlhf" else set())] == []
 
 
 def test_imports_point_down() -> None:
@@ -178,29 +194,27 @@ def test_the_linter_bites(tmp_path: Path, module: str, line: str, kept: bool) ->
 def test_only_some_import(library: str) -> None:
     allowed = IMPORTERS[library]
     wrong = [
-        f"{m} imports {i}" for m in MODULES for i in IMPORTED[m] if inside(i, {library}) and not inside(m, allowed)
+        f"{m} imports {i}" for m in MODULES for i in imported()[m] if inside(i, {library}) and not inside(m, allowed)
     ]
     assert wrong == []
 
 
 def test_no_trainer_but_ours() -> None:
-    wrong = [
-        name for name, path in MODULES.items() if TRAINERS & (IMPORTED[name] | uses(path.read_text(encoding="utf-8")))
-    ]
+    wrong = [name for name, tree in trees().items() if TRAINERS & imported()[name] or trainers_read(tree)]
     assert wrong == []
 
 
 def test_the_mathematics_imports_no_machinery() -> None:
     algo = [name for name in MODULES if inside(name, {"rlhf.algo"})]
     assert len(algo) > 1
-    assert [f"{m} imports {i}" for m in algo for i in IMPORTED[m] if not inside(i, MATHEMATICS)] == []
+    assert [f"{m} imports {i}" for m in algo for i in imported()[m] if not inside(i, MATHEMATICS)] == []
 
 
 def test_the_lab_world_knows_nothing_of_training() -> None:
     world = {name for name in MODULES if inside(name, {"rlhf.lab"}) and not inside(name, HIGH_LAB)}
     allowed = (world - {"rlhf.lab"}) | WORLD_OF_OURS
     ours = {"rlhf", "reward_model"}
-    wrong = [f"{m} imports {i}" for m in world for i in IMPORTED[m] if inside(i, ours) and not inside(i, allowed)]
+    wrong = [f"{m} imports {i}" for m in world for i in imported()[m] if inside(i, ours) and not inside(i, allowed)]
     assert wrong == []
 
 
@@ -221,8 +235,8 @@ def test_errors_are_caught_by_name() -> None:
     answers with any error of a grader; reading pushed weights, which a server that fails half way answers for.
     """
     wrong = []
-    for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for name, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ExceptHandler) and node.type is not None and not passes_on(node):
                 caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
                 if {ast.unparse(kind) for kind in caught} & {"Exception", "BaseException"}:
@@ -236,32 +250,3 @@ def test_errors_are_caught_by_name() -> None:
         "rlhf.tracking.trackers",
         *["rlhf.verifiers.child"] * 2,
     ]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> tuple[set[str], set[str]]:
-    """What is loaded once a process has imported the mathematics, and once it has imported what a run needs too."""
-    algo = [name for name in MODULES if inside(name, {"rlhf.algo"})]
-    show = "print(*sys.modules)"
-    code = f"import sys; import {', '.join(algo)}; {show}; import rlhf.api.training; {show}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    mathematics, run = (set(line.split()) for line in done.stdout.splitlines())
-    return mathematics, run
-
-
-def test_the_mathematics_is_light_to_import(loaded: tuple[set[str], set[str]]) -> None:
-    names = {name.split(".")[0] for name in loaded[0]}
-    assert {"torch", "rlhf"} <= names
-    assert names & HEAVY == set()
-
-
-def test_a_training_run_imports_no_library_that_it_does_not_use(loaded: tuple[set[str], set[str]]) -> None:
-    """They take 100 MB of every process: `datasets` reads Parquet, scikit-learn makes a reward model's card."""
-    assert "rlhf.api.training" in loaded[1]
-    assert loaded[1] & {"datasets", "pyarrow", "pandas", "sklearn", "scipy.stats", "peft"} == set()
-
-
-def test_the_heavy_libraries_exist() -> None:
-    """A misspelled name above would forbid nothing; deepspeed is an extra, so it may be absent."""
-    assert {name for name in HEAVY if importlib.util.find_spec(name) is None} <= {"deepspeed"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import signal
 import subprocess
@@ -69,15 +70,22 @@ NOT_FOR_COMMANDS = (
     "langdetect",
 )
 
-# Both in one interpreter: the libraries that they load take seconds.
+# These take seconds to import; the mathematics must be importable without any of them.
+HEAVY = {"transformers", "datasets", "peft", "accelerate", "evaluate", "sklearn", "pandas", "deepspeed"}
+
+# All in one interpreter, the light before the heavy: the libraries that they load take seconds.
 WITHOUT_EXTRAS = f"""
 import importlib, sys
 
+def load_inside(package):
+    for name in sys.argv[1:]:
+        if name == package or name.startswith(package + "."):
+            importlib.import_module(name)
+    print(*(name for name, module in sys.modules.items() if module is not None))
+
 sys.modules.update(dict.fromkeys({NOT_FOR_COMMANDS!r}))
-for name in sys.argv[1:]:
-    if name.startswith("rlhf.commands"):
-        importlib.import_module(name)
-print(*sorted(name for name in sys.modules if name.partition(".")[0] == "peft"))
+for package in ("rlhf.algo", "rlhf.api.training", "rlhf.commands"):
+    load_inside(package)
 for name in {NOT_FOR_COMMANDS!r}:
     del sys.modules[name]
 """
@@ -114,21 +122,46 @@ NAMES_TO_IMPORT = [name for name in map(module_of, FILES) if name not in LINUX_O
 
 @pytest.fixture(scope="module")
 def imports() -> subprocess.CompletedProcess[str]:
-    """The interpreter that imports the commands without any extra, and then every module as on Windows."""
+    """The interpreter that imports ever more without any extra, and then every module as on Windows."""
     script = WITHOUT_EXTRAS + AS_ON_WINDOWS
     return subprocess.run(
         [sys.executable, "-c", script, *NAMES_TO_IMPORT], cwd=ROOT, capture_output=True, text=True, check=False
     )
 
 
-def test_the_commands_import_without_any_extra(imports: subprocess.CompletedProcess[str]) -> None:
+@pytest.fixture(scope="module")
+def loaded(imports: subprocess.CompletedProcess[str]) -> list[set[str]]:
+    """What is loaded once the mathematics is imported, once a run's needs are, and once the commands are."""
+    assert imports.stdout, imports.stderr
+    return [set(line.split()) for line in imports.stdout.splitlines()[:3]]
+
+
+def test_the_mathematics_is_light_to_import(loaded: list[set[str]]) -> None:
+    names = {name.split(".")[0] for name in loaded[0]}
+    assert {"torch", "rlhf"} <= names
+    assert names & HEAVY == set()
+
+
+def test_a_training_run_imports_no_library_that_it_does_not_use(loaded: list[set[str]]) -> None:
+    """They take 100 MB of every process: `datasets` reads Parquet, scikit-learn makes a reward model's card."""
+    assert "rlhf.api.training" in loaded[1]
+    assert loaded[1] & {"datasets", "pyarrow", "pandas", "sklearn", "scipy.stats", "peft"} == set()
+
+
+def test_the_heavy_libraries_exist() -> None:
+    """A misspelled name above would forbid nothing; deepspeed is an extra, so it may be absent."""
+    assert {name for name in HEAVY if importlib.util.find_spec(name) is None} <= {"deepspeed"}
+
+
+def test_the_commands_import_without_any_extra(loaded: list[set[str]]) -> None:
     """As after `pip install .`: what serve, track, gguf and the like bring is imported where it is used.
 
     So is peft, which is always installed: it takes a seventh of the time that a run takes to start.
     """
     assert sum(name.startswith("rlhf.commands") for name in NAMES_TO_IMPORT) > 5
-    assert imports.stdout, imports.stderr
-    assert imports.stdout.splitlines()[0] == ""
+    assert len(loaded) == 3
+    assert "rlhf.commands" in loaded[2]
+    assert "peft" not in loaded[2]
 
 
 def test_every_module_can_be_imported_without_what_windows_lacks(imports: subprocess.CompletedProcess[str]) -> None:

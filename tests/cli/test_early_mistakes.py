@@ -138,17 +138,16 @@ def test_what_a_script_makes_is_told_with_its_command(tmp_path: Path) -> None:
         assert ending == "code 2 imported"
 
 
-@pytest.mark.parametrize("section", ["reward.source", "algorithm.policy_loss"])
-def test_a_function_that_a_file_lacks_is_told_at_once(section: str, tmp_path: Path) -> None:
+def test_a_function_that_a_file_lacks_is_told_at_once(tmp_path: Path) -> None:
     lab_folder(LabSpec())  # which the first command of a machine makes, with torch
     (tmp_path / "mine.py").write_text("import torch\ndef score(**columns): ...\n")
-    target = f"{tmp_path}/mine.py:scor"
+    target, sections = f"{tmp_path}/mine.py:scor", ("reward.source", "algorithm.policy_loss")
     known = ["policy.model=docs", "critic.init=policy", "reward.source={type: function, target: math:sqrt}"]
-    _, errors, ending = run_cli(
-        "train", "configs/lab/ppo.yaml", *known, f"{section}={{type: function, target: '{target}'}}"
-    )
-    assert f"{section} target '{target}': {tmp_path}/mine.py has no 'scor'; did you mean score?" in errors
-    assert ending == "code 2 imported"
+    words = [f"{section}={{type: function, target: '{target}'}}" for section in sections]
+    endings = run_all([["train", "configs/lab/ppo.yaml", *known, word] for word in words])
+    for section, (_, errors, ending) in zip(sections, endings, strict=True):
+        assert f"{section} target '{target}': {tmp_path}/mine.py has no 'scor'; did you mean score?" in errors
+        assert ending == "code 2 imported"
 
 
 @pytest.mark.parametrize("command", LIGHT)
@@ -179,20 +178,22 @@ except SystemExit:
     assert modules == "rlhf.cli,rlhf.errors,rlhf.process"
 
 
+OF_A_FOLDER = {
+    "eval {}/right sampling.temprature=1": "sampling.temprature: unknown key; did you mean temperature?",
+    "sample {}/wrong --prompt a": "unknown key; did you mean",
+    "eval {}/wrong --suite xstest --data README.md": "unknown key; did you mean",
+}
+
+
 def test_the_settings_of_a_run_folder_are_checked_first(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(ppo_tree(tmp_path)))
-    _, errors, ending = run_cli("eval", str(tmp_path), "sampling.temprature=1")
-    assert "sampling.temprature: unknown key; did you mean temperature?" in errors
-    assert ending == "code 2 imported"
-
-
-@pytest.mark.parametrize("command", ["sample {} --prompt a", "eval {} --suite xstest --data README.md"])
-def test_so_are_they_before_a_sample_and_a_suite(command: str, tmp_path: Path) -> None:
-    tree = merge(ppo_tree(tmp_path), {"sampling": {"temprature": 1}, "data": {"chat_template_kwarg": {}}})
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
-    _, errors, ending = run_cli(*command.format(tmp_path).split())
-    assert "unknown key; did you mean" in errors
-    assert ending == "code 2 imported"
+    wrong = {"sampling": {"temprature": 1}, "data": {"chat_template_kwarg": {}}}
+    for name, changes in {"right": {}, "wrong": wrong}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(merge(ppo_tree(tmp_path), changes)))
+    commands = [command.format(tmp_path).split() for command in OF_A_FOLDER]
+    for (_, errors, ending), message in zip(run_all(commands), OF_A_FOLDER.values(), strict=True):
+        assert message in errors
+        assert ending == "code 2 imported"
 
 
 def write_tree(folder: Path, **changes: Any) -> str:

@@ -60,9 +60,10 @@ RESUMABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "kto with adapters": ("kto", {"policy": {"lora": {"r": 2}}, **UNJUDGED}),
     "simpo": ("simpo", UNJUDGED),
 }
+TAKEN_UP = ("dpo without a judge", "dpo, averaged, scheduled", "dpo with adapters", "kto")  # the others take up no more
 
 
-@pytest.mark.parametrize("name", RESUMABLE)
+@pytest.mark.parametrize("name", quick(RESUMABLE, TAKEN_UP))
 def test_a_resumed_run_is_the_uninterrupted_run_bitwise(tmp_path: Path, name: str) -> None:
     preset, changes = RESUMABLE[name]
 
@@ -84,7 +85,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bitwise(tmp_path: Path, name: st
 
 
 def test_a_resumed_run_on_labelled_completions_is_the_uninterrupted_run_bitwise(tmp_path: Path) -> None:
-    path = str(labelled_file(tmp_path))
+    path = str(labelled_file(tmp_path, count=64))
 
     def tree(folder: str) -> dict[str, Any]:
         data = {"preferences": {"path": path}, "eval_preferences": {"path": path}}

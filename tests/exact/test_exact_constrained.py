@@ -86,7 +86,7 @@ def follow_exact_gradients(algorithm: Online, rates: list[float]) -> tuple[Tenso
     ("parts", "start"),
     [
         pytest.param(REINFORCE, 8.0, id="reinforce from above"),
-        pytest.param(PPO, 0.3, id="ppo from below"),
+        pytest.param(PPO, 0.3, id="ppo from below", marks=pytest.mark.slow),  # its critic: test_exact_convergence.py
         pytest.param(REINFORCE, 0.3, id="reinforce from below", marks=pytest.mark.slow),
         pytest.param(PPO, 8.0, id="ppo from above", marks=pytest.mark.slow),
     ],
@@ -121,7 +121,9 @@ def rows_of(policy: Tensor, generator: torch.Generator) -> Tensor:
     return (prompts[:, None] * len(WORLD.ids) + drawn).flatten()
 
 
-@pytest.mark.parametrize("parts", [RLOO, LEARNED_CRITIC], ids=["rloo", "ppo"])
+@pytest.mark.parametrize(
+    "parts", [pytest.param(RLOO, id="rloo", marks=pytest.mark.slow), pytest.param(LEARNED_CRITIC, id="ppo")]
+)
 def test_samples_lead_to_the_constrained_optimum(parts: dict[str, Any]) -> None:
     """The step as a run has it: costs of the step's samples steer the multiplier, a critic learns the combination."""
     algorithm = Online.model_validate({**PARTS, **parts, "lagrange": {"cost_limit": LIMIT, "lr": 0.2}})

@@ -162,7 +162,7 @@ CISPO = {"advantage": {"type": "group", "baseline": "leave_one_out"}, "policy_lo
 @pytest.mark.parametrize(
     "parts, epochs",
     [
-        pytest.param(RLOO, 2, id="rloo"),
+        pytest.param(RLOO, 2, id="rloo", marks=pytest.mark.slow),  # the adaptive coefficient's, below, is RLOO too
         pytest.param(PPO, 2, id="ppo"),
         pytest.param(PENALTY, 2, id="ppo_penalty", marks=pytest.mark.slow),
         pytest.param(CISPO, 2, id="cispo", marks=pytest.mark.slow),

@@ -22,7 +22,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @given(case=CONFIGURATION)
-@FEW
+@settings(FEW, max_examples=40)
 def test_any_configuration(case: Any, tmp_path: Path) -> None:
     check_configuration(case, tmp_path)
 

@@ -18,6 +18,7 @@ import runs
 import torch
 from device_runs import offline_tree, online_tree
 from pretend import PretendDevice
+from quick import quick
 from tiny_models import completions_of, prompts_of, tiny
 
 from rlhf.config.files import merge
@@ -65,14 +66,14 @@ TREES: dict[str, Callable[[Path, str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", quick(TREES, ["sft", "dpo", "ppo"]))
 def test_waits_of_an_optimizer_step(
     name: str, tmp_path: Path, pretend: PretendDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs.make_model(tmp_path / "model")
     tree = merge(TREES[name](tmp_path, name), {"schedule": {"steps": 1}, "batch": {"micro_batch_size": 2}})
     if TREES[name] is online_tree:  # nothing but the optimizer's steps is counted
-        tree = merge(tree, {"data": {"eval_prompts": None}, "batch": {"prompts_per_step": 4 if name == "grpo" else 16}})
+        tree = merge(tree, {"data": {"eval_prompts": None}, "batch": {"prompts_per_step": 4 if name == "grpo" else 8}})
     waits, blocking, _ = counted_steps(tree, tmp_path, pretend, monkeypatch)[-1]
     check(f"{name}: waits of an optimizer step, all micro-batches", sum(waits.values()), waits)
     check(f"{name}: blocking copies of an optimizer step, all micro-batches", sum(blocking.values()), blocking)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
+from quick import quick
 from test_packing import BATCHES, fields
 from tiny_models import EOS, PROMPTS, completions_of, saved, tiny, tokenizer
 from torch import Tensor, nn
@@ -171,9 +173,18 @@ def adapted(family: str, targets: Sequence[str] | str = "all-linear") -> CausalL
     return model
 
 
-@pytest.mark.parametrize("family", KNOWN)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj"), ("o_proj", "up_proj"), ("down_proj",)])
+TARGETS: tuple[str | tuple[str, ...], ...] = ("all-linear", ("q_proj", "v_proj"), ("o_proj", "up_proj"), ("down_proj",))
+ADAPTED = list(product(KNOWN, BATCHES, TARGETS))
+BY_PARTS = ("llama", "phi3", "olmo2")  # projections of their own, joined ones, and norms behind the halves
+
+
+@pytest.mark.parametrize(
+    ("family", "batch", "targets"),
+    quick(
+        ADAPTED,
+        [case for case in ADAPTED if case[2] == "all-linear" or (case[0] in BY_PARTS and case[1] == "shared")],
+    ),
+)
 def test_adapters_too(monkeypatch: pytest.MonkeyPatch, family: str, batch: str, targets: str | tuple[str, ...]) -> None:
     assert_same(monkeypatch, adapted(family, targets), BATCHES[batch])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import WORDS, make_model, ppo_tree, prompts_file, quiet
+from runs import WORDS, brief_tree, make_model, prompts_file, quiet
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from rlhf.config.load import train_config
@@ -112,7 +112,7 @@ def tree_of(tmp_path: Path, folder: Path, algorithm: str) -> dict[str, Any]:
         changes["critic"] = {"shared": True}
     if algorithm == "grpo":
         changes |= {"algorithm": {"preset": "grpo"}, "sampling": {**changes["sampling"], "completions_per_prompt": 2}}
-    return ppo_tree(tmp_path, **changes)
+    return brief_tree(tmp_path, **changes)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "shared", "grpo"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -183,8 +184,7 @@ def test_a_planted_mistake_is_found_and_named(tmp_path: Path, mistake: str, kind
     assert all(torch.equal(before[name], after[name]) for name in before), "the search leaves the policy as it was"
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "lora"), quick(product(KINDS, [False, True]), [("rlhf", False), ("vllm", True)]))
 def test_a_sound_server_passes_after_every_push(tmp_path: Path, kind: str, lora: bool) -> None:
     model = model_folder(tmp_path)
     policy = policy_of(model, lora=lora)
@@ -226,7 +226,7 @@ def test_the_search_for_a_cause_ends_in_time(tmp_path: Path, monkeypatch: pytest
 LARGE = 60.0  # times a norm: logits whose rounding in bfloat16 is above the bound
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, ["rlhf"]))
 def test_rounding_in_bfloat16_is_no_mistake(tmp_path: Path, kind: str) -> None:
     model = model_folder(tmp_path)
     policy = policy_of(model, lora=False, dtype="bfloat16")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick import quick
 from runs import largest_difference, online, ppo_tree, trained, weights
 
 from rlhf.config.files import merge
@@ -28,9 +29,10 @@ def tree_of(folder: Path, algorithm: dict[str, Any], **changes: Any) -> dict[str
     return tree | {"algorithm": algorithm}
 
 
-@pytest.mark.parametrize(
-    "algorithm", [*({"preset": name} for name in ("grpo", "dr_grpo", "gspo", "cispo")), IMPORTANCE_WEIGHTED]
-)
+ALGORITHMS = [*({"preset": name} for name in ("grpo", "dr_grpo", "gspo", "cispo")), IMPORTANCE_WEIGHTED]
+
+
+@pytest.mark.parametrize("algorithm", quick(ALGORITHMS, [{"preset": "grpo"}, {"preset": "gspo"}, IMPORTANCE_WEIGHTED]))
 def test_the_step_is_that_of_the_trainers_and_the_samplers_are_not_read(
     tmp_path: Path, algorithm: dict[str, Any]
 ) -> None:

@@ -113,7 +113,7 @@ def test_fast_ways_are_those_of_the_table(family: Family, adapter: bool, folder_
         assert reason == getattr(family.fast, name)
 
 
-@each_family
+@every_other_family(0)  # sampling/test_fast.py compares the samplers, for every kind of layer
 def test_greedy_completions_are_those_of_transformers(family: Family, folder_of: Folder) -> None:
     folder = folder_of(family)
     check_greedy(load_causal_lm(str(folder)), published_model(folder), load_tokenizer(str(folder)))
