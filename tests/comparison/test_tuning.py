@@ -39,7 +39,13 @@ ONLY_DPO = {"ppo": None, "grpo": None, "best_of_n": None}
 
 
 def tuned_tree(folder: Path, **changes: Any) -> dict[str, Any]:
-    return compare_tree(folder, seeds=[0], tune=TUNE, arms=ARMS) | changes
+    return compare_tree(folder, seeds=[0], tune=TUNE, arms=ARMS, evaluations=1) | changes
+
+
+def of_dpo(folder: Path) -> dict[str, Any]:
+    """A comparison that tunes one arm."""
+    arms = {**ARMS, **ONLY_DPO}
+    return compare_tree(folder, seeds=[0], tune={"trials": 3, "space": LR}, arms=arms, evaluations=1)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +173,7 @@ def test_an_interrupted_tuning_continues_to_the_same_end(
         if step == 3 and "ppo/tuning/trial-0" in str(self.path):  # in the middle of its second round
             os.kill(os.getpid(), signal.SIGTERM)
 
-    tree = compare_tree(tmp_path, seeds=[0], tune=TUNE, arms={**ARMS, "dpo": None, "best_of_n": None})
+    tree = tuned_tree(tmp_path, arms={"ppo": ARMS["ppo"]})
     with monkeypatch.context() as patch:
         patch.setattr(CostTracker, "spend", interrupted)
         assert not compared(tree)
@@ -184,7 +190,7 @@ def test_an_interrupted_tuning_continues_to_the_same_end(
 
 
 def test_a_trial_that_diverges_is_a_counted_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = compare_tree(tmp_path, seeds=[0], tune={"trials": 3, "space": LR}, arms={**ARMS, **ONLY_DPO})
+    tree = of_dpo(tmp_path)
     spend, tried = CostTracker.spend, list[str]()
 
     def diverges(self: CostTracker, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
@@ -215,7 +221,7 @@ def test_a_trial_that_diverges_is_a_counted_loss(tmp_path: Path, monkeypatch: py
 
 def test_a_trial_without_memory_beside_others_is_tried_again(tmp_path: Path) -> None:
     """The memory that other cells left is no property of its values: no loss, and no next round without it."""
-    tree = compare_tree(tmp_path, seeds=[0], tune={"trials": 3, "space": LR}, arms={**ARMS, **ONLY_DPO})
+    tree = of_dpo(tmp_path)
 
     def crowded(cell: Cell, place: int) -> Ended:
         if "trial-1" not in str(cell.folder):

@@ -1,8 +1,8 @@
 """The part of the distributed tests that every run of the suite has: one launch of two processes makes all the runs.
 
 Each test reads what one of them has left. Two steps a run; the whole table is in test_same_run_sharded.py, and slow:
-here PPO runs in each of these modes, and one of the offline trainers beside it. Two pairs of runs here are slow too, of
-tied embeddings and of bfloat16.
+here PPO runs in each of these modes, and a reward model, as an offline trainer, in the one that shares out most. Two
+pairs of runs here are slow too, of tied embeddings and of bfloat16.
 """
 
 from __future__ import annotations
@@ -24,17 +24,13 @@ from rlhf.config.files import merge
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.tracking.checkpoint import find_damage
 
-CELLS = [
-    *[("ppo", "ddp"), ("sft", "ddp")],
-    *[("ppo", "zero2"), ("dpo", "zero2")],
-    *[("ppo", "zero3"), ("rm", "zero3")],
-]
+CELLS = [("ppo", "ddp"), ("ppo", "zero2"), ("ppo", "zero3"), ("rm", "zero3")]
 BRIEF = {"schedule": {"steps": 2}, "checkpoint": {"every": 1, "keep": 9}, "eval": {"every": 0}}
 # The table has runs that evaluate; two steps of PPO ask the models and sample as an evaluation does.
 UNEVALUATED: dict[str, Tree] = {"ppo": {"data": {"eval_prompts": None}, "batch": {"epochs": 1}}}
 LIGHT = {"batch": {"epochs": 1, "minibatches": 1}}  # where two such are compared
 BF16 = {"policy": {"dtype": "bfloat16"}, **LIGHT}
-ALONE = ("ppo", "sft", "dpo", "rm")  # run by one process too
+ALONE = ("ppo", "rm")  # run by one process too
 
 
 @pytest.fixture(scope="module")

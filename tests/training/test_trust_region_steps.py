@@ -70,6 +70,7 @@ def test_the_step_solves_the_damped_system_and_has_the_length_it_should(tmp_path
     small = {"r": 1, "target_modules": ["q_proj"]}
     tree = merge(tree_of(tmp_path, cg_iterations=100, damping=0.05, line_search=False, max_kl=1e-4), {})
     tree["policy"]["lora"] = small
+    tree["batch"]["prompts_per_step"] = 8
     run = online(tree)
     assert isinstance(run.policy, SearchedModel)
     generator = torch.Generator().manual_seed(0)
@@ -183,16 +184,16 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_trpo_learns_and_every_step_keeps_within_its_trust_region(tmp_path: Path) -> None:
-    tree = ppo_tree(tmp_path, schedule={"steps": 12}, eval={"every": 0}, checkpoint={"every": 0})
+    tree = ppo_tree(tmp_path, schedule={"steps": 9}, eval={"every": 0}, checkpoint={"every": 0})
     tree["algorithm"] = {"preset": "trpo", "policy_loss": {"max_kl": 0.03, "cg_iterations": 5}}
     tree["batch"] = {"prompts_per_step": 32, "micro_batch_size": 32, "epochs": 4, "minibatches": 1}
     trained(tree)
     rows = metrics_of(tmp_path)
     steps = [row for row in rows if "trust_region/kl" in row]
-    assert len(steps) == 12
+    assert len(steps) == 9
     assert all(row["trust_region/kl"] <= 0.03 * 1.01 for row in steps)
     assert all(row["trust_region/improvement"] > 0 for row in steps if row["trust_region/accepted"])
-    assert sum(row["trust_region/accepted"] for row in steps) >= 10
+    assert sum(row["trust_region/accepted"] for row in steps) >= 8
     assert max(row["trust_region/kl"] for row in steps) > 0.015  # the region is used
     assert rows[0]["eval/score"] < 0.3
     assert rows[-1]["eval/score"] > 0.5
