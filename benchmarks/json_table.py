@@ -78,8 +78,7 @@ NAMES = {
     "none_2": "GRPO, two steps old",
     "token_2": "the same, token_truncate",
     "sequence_2": "the same, sequence_mask",
-    "int8_none": "GRPO, 8-bit sampler",
-    "int8_token": "the same, token_truncate",
+    "int8": "GRPO, 8-bit sampler",
     "distill": "distillation",
     "sft_samples": "SFT on the teacher's samples",
 }
