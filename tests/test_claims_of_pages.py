@@ -143,6 +143,33 @@ def test_grpo_by_cheaper_means() -> None:
         assert shares <= set(re.findall(r"(\d+) %", page(name))), name
 
 
+TAUGHT = {
+    "`distill`": ("compare_json_distill.json", "distill"),
+    "SFT on the teacher's samples": ("compare_json_distill.json", "sft_samples"),
+    "the teacher, PPO": ("compare_json.json", "ppo"),
+    "GRPO from the grades": ("compare_json.json", "grpo"),
+    "the start": ("compare_json_distill.json", "start"),
+}
+
+
+def test_distillation_on_json() -> None:
+    seen = set()
+    for row in rows(page("docs/algorithms/distillation.md").split("On SmolLM2-135M-Instruct and")[1]):
+        label, _, seed = row[0].partition(", seed ")
+        if label not in TAUGHT:
+            continue
+        file, arm = TAUGHT[label]
+        cell = read(file)[arm][seed or "0"]
+        assert wrong(numbers(row[1]), [100 * cell["full"][key] for key in ("value", "low", "high")]) == [], row
+        assert wrong([row[2], row[3]], [100 * cell["parses"]["value"], cell["kl"]]) == [], row
+        if row[4] != "–":
+            costs = cell["costs"]
+            assert (int(row[4].replace(",", "")), row[5]) == (costs["completions"], f"{costs['flops']:.1e}"), row
+        seen |= {(arm, seed or "0")} if file == "compare_json_distill.json" else set()
+    measured = read("compare_json_distill.json")
+    assert seen == {(arm, seed) for arm, cells in measured.items() for seed in cells if arm != "start" or seed == "0"}
+
+
 def test_the_suites_on_the_models_of_json() -> None:
     models, seen = read("alignment_evals.json")["models"], set()
     columns = [("blimp", "accuracy"), ("harmful", "refused"), ("xstest", "refused_unsafe"), ("toxicity", "toxic")]
