@@ -1,6 +1,7 @@
 """Sample with the sampler in the process and with others, in turn, at 1, 16 and 64 rows.
 
-The others are vLLM, `rlhf serve-policy`, and transformers' generate, plain and with continuous batching.
+The others are vLLM, `rlhf serve-policy` (--own-url), and transformers' generate, plain and with continuous batching
+(--continuous, which is slow on a CPU).
 
     OMP_NUM_THREADS=1 vllm serve MODEL --served-model-name policy --port 8001 --dtype float32 --enforce-eager
     OMP_NUM_THREADS=1 rlhf serve-policy MODEL --port 8002
@@ -37,7 +38,7 @@ PROMPT, NEW = 32, 32
 Run = Callable[[int], int]
 
 
-def samplers(model: LlamaForCausalLM, urls: dict[str, str], rows: int) -> dict[str, Run]:
+def samplers(model: LlamaForCausalLM, urls: dict[str, str], rows: int, *, with_continuous: bool) -> dict[str, Run]:
     """Return the samplers by name: each takes a seed and returns the number of tokens that it drew."""
     torch.manual_seed(rows)
     vocabulary = model.config.vocab_size
@@ -77,7 +78,8 @@ def samplers(model: LlamaForCausalLM, urls: dict[str, str], rows: int) -> dict[s
             return sum(len(choice["logprobs"]["tokens"]) for choice in json.load(answer)["choices"])
 
     servers = {name: partial(ask, url) for name, url in urls.items()}
-    return {"in process": in_process, **servers, "generate": generate, "continuous batching": continuous}
+    batching = {"continuous batching": continuous} if with_continuous else {}
+    return {"in process": in_process, **servers, "generate": generate, **batching}
 
 
 def measure(runs: dict[str, Run], rounds: int) -> dict[str, float]:
@@ -100,7 +102,8 @@ def main() -> None:
     """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--url", required=True, help="of vLLM")
-    parser.add_argument("--own-url", required=True, help="of rlhf serve-policy")
+    parser.add_argument("--own-url", help="of rlhf serve-policy")
+    parser.add_argument("--continuous", action="store_true", help="measure transformers' continuous batching too")
     parser.add_argument("--model", required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
@@ -109,7 +112,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     results = {}
     for rows in options.rows:
-        runs = samplers(model, {"vllm": options.url, "our server": options.own_url}, rows)
+        urls = {"vllm": options.url} | ({"our server": options.own_url} if options.own_url else {})
+        runs = samplers(model, urls, rows, with_continuous=options.continuous)
         results[str(rows)] = measure(runs, options.rounds)
         sys.stdout.write(f"{rows} rows: {json.dumps(results[str(rows)])}\n")
         sys.stdout.flush()
