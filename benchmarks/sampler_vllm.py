@@ -5,8 +5,8 @@ The others are vLLM, `rlhf serve-policy` (--own-url), and transformers' generate
 
     OMP_NUM_THREADS=1 vllm serve MODEL --served-model-name policy --port 8001 --dtype float32 --enforce-eager
     OMP_NUM_THREADS=1 rlhf serve-policy MODEL --port 8002
-    OMP_NUM_THREADS=1 python benchmarks/sampler_vllm.py --url http://127.0.0.1:8001 --own-url http://127.0.0.1:8002 \
-        --model MODEL
+    OMP_NUM_THREADS=1 python benchmarks/sampler_vllm.py --url http://127.0.0.1:8001 --model MODEL
+        [--own-url http://127.0.0.1:8002] [--continuous]
 
 Every row has another prompt of 32 random tokens and gets 32 new tokens at temperature 1; nothing stops earlier. Every
 round runs each sampler once; printed are tokens per second of all rows together, the median of the rounds, and the
