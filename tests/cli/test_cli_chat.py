@@ -259,7 +259,7 @@ def test_the_prompts_of_a_file_are_completed(
     data, out = write_rows(tmp_path / "prompts.jsonl", rows), tmp_path / "deep" / "out.jsonl"
     draws = ("--count", "2", "--temperature", "9")
     lines = written(run_folder, data, out, *draws)
-    assert [line["prompt"][0]["content"] for line in lines[::2]] == ["blue one", "red one", "blue one", "good"]
+    assert [line["prompt"] for line in lines[::2]] == ["blue one", *(row["prompt"] for row in rows[2:])]
     assert lines[0].keys() == {"prompt", "completion", "finished", "keys"}
     assert lines[0]["keys"] == {"a": 1}
     told = capsys.readouterr().out
