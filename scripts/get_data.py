@@ -133,7 +133,7 @@ def write_paradetox(files: Files) -> Iterator[tuple[str, bytes]]:
 
     train.jsonl and test.jsonl hold all pairs. The sentences of train.jsonl are shared out: sft.jsonl,
     preferences.jsonl with eval_preferences.jsonl, prompts.jsonl and dev_sentences.jsonl; test_sentences.jsonl has those
-    of test.jsonl.
+    of test.jsonl. style_preferences.jsonl is preferences.jsonl without the pairs that ask for the meaning.
     """
     table = csv.DictReader(io.StringIO(files["paradetox.tsv"].decode()), delimiter="\t", quoting=csv.QUOTE_NONE)
     texts: dict[str, list[str]] = {}
@@ -151,6 +151,7 @@ def write_paradetox(files: Files) -> Iterator[tuple[str, bytes]]:
     yield "sft.jsonl", jsonl([{"prompt": t.prompt, "completion": text} for t in roles["sft"] for text in t.changed])
     for name in ("preferences", "eval_preferences"):
         yield f"{name}.jsonl", jsonl(with_meaning_negatives(roles[name]))
+    yield "style_preferences.jsonl", jsonl([pair for t in roles["preferences"] for pair in t.pairs(changed=True)])
     yield "prompts.jsonl", jsonl([{"prompt": t.prompt, "sentence": t.sentence} for t in roles["prompts"]])
     for name in ("dev", "test"):
         rows = [{"prompt": t.prompt, "sentence": t.sentence, "rewrites": t.changed} for t in roles[name]]
