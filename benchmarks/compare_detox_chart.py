@@ -24,8 +24,8 @@ NAMES = {
     "online_dpo": "online DPO",
     "rejection_sampling": "rejection\nsampling",
 }
-PEOPLE = 0.749  # J of their rewrites of the same 300 sentences (docs/experiments/detox.md)
-BELOW = ("online_dpo", "rejection_sampling")  # whose names have no room above
+RIGHT = 14  # nats
+ON_THE_LEFT = ("rloo", "online_dpo", "dpo", "rejection_sampling")  # whose names have no room on the right
 
 
 def read(name: str) -> dict[str, Any]:
@@ -44,15 +44,17 @@ def main() -> None:
         j = arm["suites"]["detox"]["j"]
         value, low, high = j["value"], j["low"], j["high"]
         axes.errorbar(arm["kl"], value, yerr=[[value - low], [high - value]], fmt="o", capsize=3, color="#2a5db0")
-        at, offset, side = (low, -3, "top") if name in BELOW else (high, 3, "bottom")
+        side, offset = ("right", -7) if name in ON_THE_LEFT else ("left", 7)
         axes.annotate(
-            label, (arm["kl"], at), xytext=(0, offset), textcoords="offset points", ha="center", va=side, fontsize=9
+            label, (arm["kl"], value), xytext=(offset, 0), textcoords="offset points", ha=side, va="center", fontsize=9
         )
-    start = comparison["start_model"]["suites"]["detox"]["j"]["value"]
-    for value, label in ((start, "SFT, the start"), (PEOPLE, "people")):
+    start = comparison["start_model"]["suites"]["detox"]
+    for value, label in ((start["j"]["value"], "SFT, the start"), (start["human_j"]["value"], "people")):
         axes.axhline(value, color="#888888", linewidth=0.8, linestyle="--")
-        axes.annotate(label, (0, value), xytext=(2, 2), textcoords="offset points", fontsize=9, color="#666666")
-    axes.set_xlim(left=0)
+        axes.annotate(
+            label, (RIGHT, value), xytext=(-2, 2), textcoords="offset points", fontsize=9, color="#666666", ha="right"
+        )
+    axes.set_xlim(0, RIGHT)
     axes.set_ylim(0.44, 0.78)
     axes.set_xlabel("KL to the start, nats per completion")
     axes.set_ylabel("J")

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from rlhf.suites.questions import share_estimate
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NUMBER = re.compile(r"[-+−]?\d+(?:\.\d+)?")
@@ -87,12 +89,13 @@ JSON_ARMS = {
     "rejection sampling": "rejection_sampling",
     "RLOO": "rloo",
 }
-ON_A_GPU = "## 4,096 completions on one H100"
+ON_A_GPU = "## 4,096 completions on one GPU"
 JSON_TABLES = [
     ("README.md", "compare_json.json"),
     ("docs/results.md", "compare_json.json"),
     ("docs/experiments/json.md", "compare_json.json"),
     ("docs/experiments/json.md", "compare_json_h100.json"),
+    ("docs/experiments/json.md", "compare_json_h200.json"),
 ]
 
 
@@ -100,9 +103,9 @@ JSON_TABLES = [
 def test_the_comparison_on_json(name: str, file: str) -> None:
     results, seen = read(file), set()
     text = page(name).split(ON_A_GPU)
-    for row in rows(text[-1] if file.endswith("_h100.json") else text[0]):
+    for row in rows(text[-1] if "_h" in file else text[0]):
         label, _, seed = row[0].partition(", seed ")
-        if label not in JSON_ARMS or not re.fullmatch(r"\d+ \[\d+, \d+\]", row[1]):
+        if JSON_ARMS.get(label) not in results or not re.fullmatch(r"\d+ \[\d+, \d+\]", row[1]):
             continue
         cells = results[JSON_ARMS[label]]
         cell = cells[seed or min(cells)]
@@ -125,22 +128,22 @@ CHEAPER = {
 
 
 def test_grpo_by_cheaper_means() -> None:
-    results, seen = read("compare_json_grpo.json"), {"start"}
-    for row in rows(page("docs/experiments/json.md").split("## GRPO by cheaper means")[1].split(ON_A_GPU)[0]):
-        if (arm := CHEAPER.get(row[0])) is None:
-            continue
-        cell = results[arm]["0"]
-        assert wrong(numbers(row[1]), [100 * cell["full"][key] for key in ("value", "low", "high")]) == [], row
-        others = [100 * cell["parses"]["value"], cell["kl"], cell["peak_memory_mb"] / 1024]
-        assert wrong([number for part in row[2:] for number in numbers(part)], others) == [], row
-        seen.add(arm)
-    assert seen == set(results)
-    for name, arms in (
-        ("docs/vllm.md", ("none_2", "token_2", "grpo")),
-        ("docs/adapters.md", ("lora", "qlora", "grpo")),
-    ):
-        shares = {f"{100 * results[arm]['0']['full']['value']:.0f}" for arm in arms}
-        assert shares <= set(re.findall(r"(\d+) %", page(name))), name
+    text = page("docs/experiments/json.md").split("## GRPO by cheaper means")[1].split(ON_A_GPU)[0]
+    short, long = text.split("Four times as many")
+    for part, file in ((short, "compare_json_grpo.json"), (long, "compare_json_grpo_h200.json")):
+        results, seen = read(file), {"start"}
+        for row in rows(part):
+            if (arm := CHEAPER.get(row[0])) is None:
+                continue
+            cell = results[arm]["0"]
+            assert wrong(numbers(row[1]), [100 * cell["full"][key] for key in ("value", "low", "high")]) == [], row
+            others = [100 * cell["parses"]["value"], cell["kl"], cell["peak_memory_mb"] / 1024]
+            assert wrong([number for part in row[2:] for number in numbers(part)], others) == [], row
+            seen.add(arm)
+        assert seen == set(results)
+        for name, arms in (("docs/vllm.md", ("none_2", "token_2")), ("docs/adapters.md", ("lora", "qlora"))):
+            shares = {f"{100 * results[arm]['0']['full']['value']:.0f}" for arm in arms}
+            assert shares <= set(re.findall(r"(\d+) %", page(name))), (name, file)
 
 
 TAUGHT = {
@@ -185,21 +188,12 @@ def test_the_suites_on_the_models_of_json() -> None:
 
 
 def test_what_pages_say_of_json_on_a_gpu() -> None:
-    measured, stopped = read("compare_json_h100.json"), read("gpu_h100.json")["ppo_on_json_stopped"]
-    grpo = [100 * cell["full"]["value"] for cell in measured["grpo"].values()]
-    trained = [100 * seed["full_last_ten_steps"] for seed in stopped.values()]
+    measured = {"GRPO": read("compare_json_h100.json")["grpo"], "PPO": read("compare_json_h200.json")["ppo"]}
     for name in ("README.md", "docs/results.md"):
-        told = re.search(r"GRPO gets everything right in (\d+), (\d+) and (\d+) %", page(name))
-        assert told is not None
-        assert wrong(list(told.groups()), grpo) == []
-    for name in ("README.md", "docs/experiments/json.md"):
-        told = re.search(r"(\d+), (\d+) and (\d+) %\s+of\s+(?:its|the)\s+training", page(name))
-        assert told is not None
-        assert wrong(list(told.groups()), trained) == []
-    explained = re.search(r"variance ([.\d]+), ([.\d]+) and ([.\d]+) on average", page("docs/experiments/json.md"))
-    assert explained is not None
-    values = [seed["explained_variance_second_half"] for seed in stopped.values()]
-    assert wrong(list(explained.groups()), values) == []
+        for arm, told in (("GRPO", r"GRPO gets everything right in"), ("PPO", "PPO in")):
+            figures = re.search(rf"{told}\s+(\d+), (\d+) and (\d+) %", page(name))
+            assert figures is not None, (name, arm)
+            assert wrong(list(figures.groups()), [100 * cell["full"]["value"] for cell in measured[arm].values()]) == []
 
 
 def test_the_steps_on_a_gpu() -> None:
@@ -243,32 +237,85 @@ DETOX = {
 @pytest.mark.parametrize("name", ["README.md", "docs/experiments/detox.md"])
 def test_the_comparison_on_people_s_pairs(name: str) -> None:
     results = read("compare_detox.json")
+    start = results["start_model"]["suites"]["detox"]
     seen = set()
     for row in rows(page(name)):
-        if len(row) != 5 or not row[1].startswith("."):
+        if len(row) != 6 or not row[1].startswith("."):
             continue
-        if row[0] not in DETOX or len(row[4].partition(".")[2]) != 1:  # a fluency has three decimals: the chain's table
+        if row[0] in ("SFT, the start", "people"):
+            prefix = "human_" if row[0] == "people" else ""
+            shown = [*numbers(row[1].replace(".", "0.")), f"0{row[3]}", f"0{row[4]}"]
+            j, style, similarity = (start[prefix + figure] for figure in ("j", "style", "similarity"))
+            assert wrong(shown, [j["value"], j["low"], j["high"], style["value"], similarity["value"]]) == [], row
             continue
-        arm = results["arms"][DETOX[row[0]]]["seeds"][0]
-        suite = arm["suites"]["detox"]
+        first, second = results["arms"][DETOX[row[0]]]["seeds"]
+        suite = first["suites"]["detox"]
         j = suite["j"]
         assert wrong(numbers(row[1].replace(".", "0.")), [j["value"], j["low"], j["high"]]) == [], row
-        assert wrong(numbers("0" + row[2]), [suite["style"]["value"]]) == [], row
-        assert wrong(numbers("0" + row[3]), [suite["similarity"]["value"]]) == [], row
-        assert wrong(numbers(row[4]), [arm["kl"]]) == [], row
+        assert ("suites" in second and bool(second["suites"])) == (row[2] != "–"), row
+        if row[2] != "–":
+            assert wrong([f"0{row[2]}"], [second["suites"]["detox"]["j"]["value"]]) == [], row
+        assert wrong([f"0{row[3]}", f"0{row[4]}"], [suite["style"]["value"], suite["similarity"]["value"]]) == [], row
+        assert wrong(numbers(row[5]), [first["kl"]]) == [], row
         seen.add(row[0])
     assert seen == set(DETOX)
-    for arm in ("ppo", "grpo"):  # in the text
-        second = results["arms"][arm]["seeds"][1]["suites"]["detox"]["j"]["value"]
-        assert f"{second:.3f}".removeprefix("0") in page(name)
+
+
+def test_a_quarter_of_the_completions_on_people_s_pairs() -> None:
+    arms = read("compare_detox_2048.json")["arms"]
+    told = re.search(r"PPO \.(\d+), GRPO \.(\d+), online DPO \.(\d+)", page("docs/experiments/detox.md"))
+    assert told is not None
+    j = [arms[name]["seeds"][0]["suites"]["detox"]["j"]["value"] for name in ("ppo", "grpo", "online_dpo")]
+    assert wrong([f"0.{figure}" for figure in told.groups()], j) == []
+
+
+def test_the_hacked_run() -> None:
+    measured, text = read("detox_hacked.json"), page("docs/experiments/detox.md").split("hacked\n")[1]
+    steps = {str(step["step"]): step for step in measured["steps"]}
+    table = {row[0]: row[1:] for row in rows(text) if row[0] in ("step", "score", "KL, nats")}
+    for at, score, kl in zip(table["step"], table["score"], table["KL, nats"], strict=True):
+        assert wrong([score, kl], [steps[at]["score"], steps[at]["kl"]]) == [], at
+    j = measured["figures"]["j"]["value"]
+    assert f"J {j:.3f}".replace("0.", ".") in text
+    assert {row["completion"] for row in measured["examples"]} == {"This man is not a good leader."}
+
+
+def test_the_reward_for_keeping_words() -> None:
+    arms = read("compare_detox_kept.json")["arms"]
+    text = " ".join(page("docs/experiments/detox.md").split("### A reward for keeping words")[1].split())
+    for arm in ("ppo", "rloo", "grpo"):
+        j = [seed["suites"]["detox"]["j"]["value"] for seed in arms[arm]["seeds"]]
+        assert f"{arm.upper()} {j[0]:.3f} and {j[1]:.3f}".replace("0.", ".") in text, arm
 
 
 def test_what_the_page_of_results_says_of_people_s_pairs() -> None:
     arms = read("compare_detox.json")["arms"]
-    j = {name: arms[name]["seeds"][0]["suites"]["detox"]["j"] for name in DETOX.values() if name in arms}
-    assert f"PPO gains {j['ppo']['gain']['value']:.3f} over the start".replace("0.", ".") in page("docs/results.md")
-    assert max(j, key=lambda name: float(j[name]["value"])) == "dpo"
-    assert j["dpo"]["value"] - j["ppo"]["value"] < 0.01
+    gain = {name: arms[name]["seeds"][0]["suites"]["detox"]["j"]["gain"]["value"] for name in DETOX.values()}
+    ppo, rloo, sft = (f"{gain[name]:.3f}" for name in ("ppo", "rloo", "sft"))
+    told = f"PPO gains {ppo} over the start, RLOO {rloo}, and more rewrites by people {sft}"
+    assert told.replace("0.", ".") in page("docs/results.md")
+    assert all(gain[name] < 0.65 * gain["ppo"] for name in ("dpo", "online_dpo", "grpo"))
+
+
+def test_what_smollm2_learned_of_a_game() -> None:
+    runs, seen = read("agents_smollm2.json")["runs"], set()
+    for row in rows(page("docs/agents.md")):
+        label, _, seed = row[0].partition(", seed ")
+        if (run := runs.get(label.lower(), {}).get(seed)) is None:
+            continue
+        won = share_estimate("won", [1.0] * run["won"] + [0.0] * (run["stored_games"] - run["won"]), "")
+        shown = [*numbers(row[1]), row[2], f"0{row[3]}", row[4]]
+        shares = [won.value, won.low, won.high, run["start_won"] / run["stored_games"]]
+        values = [*(100 * share for share in shares), run["score"], run["kl"]]
+        assert wrong(shown, values) == [], row
+        seen.add((label.lower(), seed))
+    assert seen == {(name, seed) for name, seeds in runs.items() for seed in seeds}
+    won_by = [100 * runs["ppo"][seed][key] / 64 for key in ("won", "start_won") for seed in "012"]
+    told = re.search(
+        r"wins (\d+), (\d+) and (\d+) % of its games, from (\d+), (\d+) and (\d+)", page("docs/results.md")
+    )
+    assert told is not None
+    assert wrong(list(told.groups()), won_by) == []
 
 
 def test_the_share_of_the_reward_that_a_critic_can_explain() -> None:

@@ -82,6 +82,9 @@ def test_the_stages_of_a_chain_share_no_sentence(made: Path, tmp_path: Path) -> 
     assert sum(map(len, prompts.values())) == len(set().union(*prompts.values())) == 400
     assert {row["prompt"] for row in map(json.loads, contents["test.jsonl"].splitlines())} == prompts["test_sentences"]
     assert all(row["completion"].startswith("good") for row in stages["sft"])  # not the rewrite that changes nothing
+    style = [json.loads(line) for line in contents["style_preferences.jsonl"].splitlines()]
+    assert style == [row for row in stages["preferences"] if row["rejected"].startswith("bad")]
+    assert len(style) < len(stages["preferences"])
 
 
 def test_half_of_the_pairs_of_one_rewrite_are_about_the_meaning() -> None:
