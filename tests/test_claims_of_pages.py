@@ -297,6 +297,24 @@ def test_what_the_page_of_results_says_of_people_s_pairs() -> None:
     assert all(gain[name] < 0.65 * gain["ppo"] for name in ("dpo", "online_dpo", "grpo"))
 
 
+def test_what_is_off_by_default_in_the_lab() -> None:
+    text = page("docs/experiments/ppo_details.md").split("## Off by default")[1]
+    arms, seen = read("ablate_seeds.json")["arms"], {"ppo"}
+    for row in rows(text):
+        if len(row) != 5 or (name := row[1].strip("`")) not in arms:
+            continue
+        arm = arms[name]
+        assert wrong(numbers(row[2]), [arm["difference"], arm["low"], arm["high"]]) == [], row
+        assert wrong(numbers(row[3]), arm["by_seed"]) == [], row
+        assert wrong([row[4]], [arm["kl"]]) == [], row
+        assert arm["low"] < 0 < arm["high"], name
+        seen.add(name)
+    assert seen == set(arms)
+    told = re.search(r"PPO has ([\d.]+) at ([\d.]+) nats", text)
+    assert told is not None
+    assert wrong(list(told.groups()), [arms["ppo"]["score"], arms["ppo"]["kl"]]) == []
+
+
 def test_what_smollm2_learned_of_a_game() -> None:
     runs, seen = read("agents_smollm2.json")["runs"], set()
     for row in rows(page("docs/agents.md")):
