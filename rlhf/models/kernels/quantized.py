@@ -47,12 +47,12 @@ class QuantizedLinear(nn.Linear):
     It is an nn.Linear so that peft puts adapters on it. Its state dict has the codes.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
-        """Compute the codes of the weight of `linear`; its bias stays as it is."""
+    def __init__(self, linear: nn.Linear, device: torch.device | None = None) -> None:
+        """Compute the codes of the weight of `linear` on `device`, where they stay; its bias stays as it is."""
         nn.Module.__init__(self)  # nn.Linear's own would allocate a weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_parameter("bias", linear.bias)
-        self._quantize(linear.weight.detach())
+        self._quantize(linear.weight.detach().to(device))
 
     @abstractmethod
     def _quantize(self, weight: Float[Tensor, "E D"]) -> None:
