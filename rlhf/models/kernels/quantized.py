@@ -150,10 +150,15 @@ def frozen_product(
     x: Float[Tensor, "*shape D"], dense: Callable[[torch.dtype], Tensor], bias: Tensor | None
 ) -> Float[Tensor, "*shape E"]:
     """Compute x W^T + b, W = dense(dtype) of a frozen weight, which is computed again in the backward pass."""
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = product_dtype(x)
     product: Tensor = _FrozenProduct.apply(x.to(dtype), dense)  # type: ignore[no-untyped-call]
     return product if bias is None else product + bias.to(dtype)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of a product with x: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class _FrozenProduct(torch.autograd.Function):
