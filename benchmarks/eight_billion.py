@@ -119,7 +119,7 @@ def work(file: Path) -> None:
     loaded, built = (status("VmHWM") if on_cpu else torch.cuda.max_memory_allocated()) - before, time.perf_counter()
     models: Any = run.models
     adapters = {n: p for m in (models.policy, models.critic) for n, p in m.named_parameters() if p.requires_grad}
-    old = {name: parameter.detach().clone() for name, parameter in adapters.items()}
+    old = {name: parameter.detach().cpu().clone() for name, parameter in adapters.items()}  # not on the GPU
     if on_cpu:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     train(run)
@@ -133,7 +133,7 @@ def work(file: Path) -> None:
         "device": "CPU" if on_cpu else torch.cuda.get_device_name(),
         "parameters": sum(p.numel() for n, p in models.policy.named_parameters() if "lora_" not in n),
         "trained": sum(parameter.numel() for parameter in adapters.values()),
-        "tensors_changed": sum(not torch.equal(old[name], parameter) for name, parameter in adapters.items()),
+        "tensors_changed": sum(not torch.equal(old[name], p.detach().cpu()) for name, p in adapters.items()),
         "tensors_trained": len(adapters),
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,

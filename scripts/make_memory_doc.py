@@ -1,4 +1,4 @@
-"""Write docs/memory.md from its template, `rlhf plan` and benchmarks/results/plan.json."""
+"""Write docs/memory.md from its template, `rlhf plan` and the results of benchmarks/plan.py and of runs on a GPU."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rlhf.planning.plan import Machine, make_plan  # noqa: E402
 PAGE = ROOT / "docs" / "memory.md"
 TEMPLATE = ROOT / "scripts" / "templates" / "memory.md"
 RESULT = ROOT / "benchmarks" / "results" / "plan.json"
+GPU_RESULT = ROOT / "benchmarks" / "results" / "plan_h200.json"
 MODELS = {
     "SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M",
     "Qwen2.5-0.5B": "Qwen/Qwen2.5-0.5B",
@@ -105,11 +106,22 @@ def measured() -> Iterator[str]:
         yield f"| {row['name']} | {numbers} | {row['resident_mb']:.0f} |"
 
 
+def measured_on_a_gpu() -> Iterator[str]:
+    """Yield the rows of the runs on a GPU, with the phase of the measured peak."""
+    for row in json.loads(GPU_RESULT.read_text(encoding="utf-8"))["runs"]:
+        numbers = f"{row['planned_gb']:.2f} | {row['measured_gb']:.2f} | {100 * row['error']:+.0f} %"
+        yield f"| {row['run']} | {numbers} | {row['measured_phase']} |"
+
+
 def page() -> str:
     """Build the Markdown of docs/memory.md."""
     text = TEMPLATE.read_text(encoding="utf-8")
     validated = json.loads(RESULT.read_text(encoding="utf-8"))["validated"]
+    on_gpu = json.loads(GPU_RESULT.read_text(encoding="utf-8"))["runs"]
     values = {
+        "gpu_measured": "\n".join(measured_on_a_gpu()),
+        "gpu_runs": str(len(on_gpu)),
+        "gpu_within": str(sum(abs(row["error"]) <= 0.1 for row in on_gpu)),
         "rows": "\n".join(rows()),
         "measured": "\n".join(measured()),
         "runs": str(len(validated)),

@@ -207,6 +207,38 @@ def test_the_steps_on_a_gpu() -> None:
     assert seen == {"GRPO", "PPO"}
 
 
+def test_the_plan_on_a_gpu() -> None:
+    text, runs = page("docs/memory.md"), read("plan_h200.json")["runs"]
+    shown = {row[0]: row for row in rows(text)}
+    for run in runs:
+        planned, measured = run["planned_gb"], run["measured_gb"]
+        assert run["measured_phases_gb"][run["measured_phase"]] == max(run["measured_phases_gb"].values()) == measured
+        assert run["planned_phases_gb"][run["planned_phase"]] == max(run["planned_phases_gb"].values()) == planned
+        assert run["error"] == pytest.approx(planned / measured - 1, abs=2e-3)
+        cells = shown[run["run"]]
+        assert wrong([*cells[1:3], *numbers(cells[3])], [planned, measured, 100 * run["error"]]) == [], run["run"]
+        assert cells[4] == run["measured_phase"]
+    (count,) = re.findall(r"On one H200, (\d+ of \d+) runs are within 10 %", text)
+    assert count == f"{sum(abs(run['error']) <= 0.1 for run in runs)} of {len(runs)}"
+
+
+def test_the_step_of_8_billion_weights() -> None:
+    text, cpu, gpu = page("docs/memory.md"), read("eight_billion.json"), read("eight_billion_h200.json")
+    gb = 2**20 / 1e9
+    on_cpu = r"Its peak was ([\d.]+) GB, where the plan says ([\d.]+)\. It took (\d+) minutes, and loading (\d+)"
+    (shown,) = re.findall(on_cpu, text)
+    values = [cpu["peak_mb"] * gb, cpu["planned_mb"] * gb, cpu["step_s"] / 60, cpu["loading_s"] / 60]
+    assert wrong(list(shown), values) == []
+    on_gpu = (
+        r"to prompts of (\d+)\. Its peak was ([\d.]+) GB, while it sampled, and ([\d.]+) GB in the update\.\s+"
+        r"Loading took (\d+) s, with quantization on the GPU, and the step (\d+) s"
+    )
+    (shown,) = re.findall(on_gpu, text)
+    assert max(gpu["phases_mb"], key=gpu["phases_mb"].get) == "sample"
+    peaks = [gpu["peak_mb"] * gb, gpu["phases_mb"]["update"] * gb]
+    assert wrong(list(shown), [gpu["prompt_tokens"], *peaks, gpu["loading_s"], gpu["step_s"]]) == []
+
+
 def test_the_public_run_on_json() -> None:
     measured = read("public_json_run.json")
     told = re.search(

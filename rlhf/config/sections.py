@@ -365,8 +365,11 @@ class OverlapConfig(Section):
 
     @property
     def copies(self) -> int:
-        """Return how many copies of the policy's weights sampling ahead may need."""
-        return self.ahead_steps if self.ahead else 0
+        """Return how many copies of the policy's weights sampling ahead may need.
+
+        One step ahead it is the one that samples; else also that of each draw which waits, and of the one before them.
+        """
+        return (1 if self.ahead_steps == 1 else self.ahead_steps + 2) if self.ahead else 0
 
     def _check_trace(self, algorithm: Online) -> None:
         if not self.ahead:

@@ -119,12 +119,13 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     engine: Engine | None = None,
     kept: str = "auto",
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Load a causal LM from a folder, GGUF file or hub id; an adapter is merged into its base.
 
     Where `engine` splits weights over the ranks, each loads its own part only (see rlhf.models.weight_files). For
     `store_weights`, which comes after, `kept` says how it will keep the weights: 16-bit files are then not widened, and
-    layers for int8 and nf4 are quantized one by one as they are read, where the files allow it.
+    layers for int8 and nf4 are quantized one by one as they are read, where the files allow it, and on `device`.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -138,7 +139,7 @@ def load_causal_lm(
     try:
         model = _load_split(location, config, dtype, trust_remote_code, engine)
         if model is None and kept in KINDS:
-            model = _load_quantized(location, config, kept, trust_remote_code)
+            model = _load_quantized(location, config, kept, trust_remote_code, device)
         if model is None:
             model = AutoModelForCausalLM.from_pretrained(
                 location.name,
@@ -171,7 +172,7 @@ def _load_split(
 
 
 def _load_quantized(
-    location: ModelLocation, config: HfConfig, kept: str, trust_remote_code: bool
+    location: ModelLocation, config: HfConfig, kept: str, trust_remote_code: bool, device: torch.device | None
 ) -> PreTrainedModel | None:
     if location.gguf is not None:
         return None
@@ -181,7 +182,7 @@ def _load_quantized(
         return model
 
     def finish(model: PreTrainedModel, name: str, part: nn.Module) -> None:
-        quantize_layer(model, name, part, kept)
+        quantize_layer(model, name, part, kept, device)
 
     return load_by_module(make, local_folder(location), finish)
 

@@ -53,8 +53,9 @@ class Bases:
         key = _Key(place, kind, "float64" if dtype == "float64" else "float32", trust_remote_code)
         if key not in self.loaded:
             kept = "auto" if kind == "float32" or dtype == "float64" else kind
-            base = load_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, kept=kept)
-            self.loaded[key] = move_to(store_weights(freeze(base), kind), self.engine.device)
+            device = self.engine.device
+            base = load_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, kept=kept, device=device)
+            self.loaded[key] = move_to(store_weights(freeze(base), kind, device), device)
         return twin(self.loaded[key])
 
     def holds(self, model: nn.Module) -> bool:

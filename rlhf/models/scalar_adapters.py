@@ -100,7 +100,7 @@ def load_adapted(
         initialize_head(model.head, new_head, seed)
     else:
         base_path = path
-        model = _whole(path, tokenizer, new_head, seed, weights, **settings)
+        model = _whole(path, tokenizer, new_head, seed, weights, device=engine.device, **settings)
         move_to(model, engine.device)
     if stays:
         add_adapters(model, _settings_in(Path(location.name)), base_path)
@@ -127,6 +127,7 @@ def _whole(
     new_head: HeadInit | None,
     seed: int,
     weights: str,
+    device: torch.device | None = None,
     **settings: Any,
 ) -> ScalarHeadModel:
     """Load a model with a backbone of its own, frozen."""
@@ -137,7 +138,7 @@ def _whole(
     )
     freeze(model)
     if settings.get("engine") is None:
-        store_weights(model.classifier, weights)
+        store_weights(model.classifier, weights, device)
     return model
 
 
@@ -152,7 +153,7 @@ def _on_base(
 ) -> ScalarHeadModel:
     """Put a scalar head, or that of the adapter in `folder`, on a base that other roles may share."""
     if folder is not None and _is_classifier(path):  # the adapter of a run that started from a whole reward model
-        model = _whole(path, tokenizer, None, 0, weights, **settings)
+        model = _whole(path, tokenizer, None, 0, weights, device=engine.device, **settings)
         move_to(model, engine.device)
         _take_settings(model.classifier, folder)
         return model

@@ -18,32 +18,35 @@ from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from rlhf.models.kernels.cast import HALF_DTYPES
-from rlhf.models.kernels.quantized import KINDS, QuantizedLinear, frozen_product
+from rlhf.models.kernels.quantized import KINDS, QuantizedLinear, frozen_product, product_dtype
 
 M = TypeVar("M", bound=nn.Module)
 
 
 @torch.no_grad()
-def store_weights(model: M, weights: str) -> M:
+def store_weights(model: M, weights: str, device: torch.device | None = None) -> M:
     """Keep the weights of `model` as `weights` says (a value of the setting of this name) and return the model.
 
     float32, auto: all in float32 (float64 stays). bfloat16: the matrices of linear layers and embeddings, rounded.
     int8, nf4: linear layers are quantized; embeddings, and a head that shares its weight with one, are in bfloat16.
-    The model is changed in place; adapters come after.
+    The model is changed in place; adapters come after. With `device`, the one of the run, layers are quantized there,
+    where their codes stay: a GPU takes seconds for what takes one core of a CPU minutes.
     """
     if weights in KINDS:
         for name, part in list(model.named_modules()):
-            quantize_layer(model, name, part, weights)
+            quantize_layer(model, name, part, weights, device)
     rounded = _round(model) if weights == "bfloat16" or weights in KINDS else set()
     _widen(model, but=rounded)  # last: a model that is loaded in 16 bits is never in float32 as a whole
     return model
 
 
 @torch.no_grad()
-def quantize_layer(model: nn.Module, name: str, part: nn.Module, weights: str) -> None:
+def quantize_layer(
+    model: nn.Module, name: str, part: nn.Module, weights: str, device: torch.device | None = None
+) -> None:
     """Store a module of `model` in int8 or nf4, in place, if `store_weights` quantizes such a layer."""
     if type(part) is nn.Linear and part is not _head(model) and name.rpartition(".")[2] != SCALAR_HEAD:
-        _replace(model, name, KINDS[weights](part))
+        _replace(model, name, KINDS[weights](part, device))
 
 
 SCALAR_HEAD = "score"  # of a classifier; its scores need float32
@@ -157,7 +160,7 @@ def _widened_product(part: nn.Linear, dtype: torch.dtype, x: Float[Tensor, "*sha
     del dtype
     if x.requires_grad and not part.weight.requires_grad:
         return frozen_product(x, part.weight.to, part.bias)
-    return functional.linear(x, part.weight.to(x.dtype), part.bias)
+    return functional.linear(x, part.weight.to(product_dtype(x)), part.bias)
 
 
 def _widened_rows(part: nn.Embedding, dtype: torch.dtype, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape D"]:

@@ -25,6 +25,10 @@ CHUNK_TOKENS = {"cpu": 256, "cuda": 4096}
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}
 KEPT_PROBABILITIES = {"cpu": 2**24, "cuda": 2**27}
 """As in rlhf.models.logprobs."""
+WORKSPACE = 2**25
+WORKSPACES, RECORDED_WORKSPACES = 3, 3
+"""Bytes that cuBLAS keeps for a thread and a stream of an H100 or H200; how many there are, and how many more beside
+recorded steps, as measured (benchmarks/results/plan_h200.json)."""
 CACHE_COLUMNS = 64  # the cache of recorded steps has a multiple of them: rlhf.sampling.fast.recorded
 SHORT_ROW = 256  # keys up to which attention in 16 bits on a CPU keeps its probabilities
 SHARED_FROM = 0.1  # share of the tokens from which a prompt's rows share it
@@ -148,10 +152,14 @@ def layer_working(shape: Shape, rows: Rows, how: Arithmetic, *, trained: bool) -
     return rows.tokens * (4 * how.low * shape.intermediate + 4 * how.wide * shape.hidden) + gradients
 
 
-def forward_working(shape: Shape, rows: Rows, how: Arithmetic) -> Bytes:
-    """Return the bytes of a layer in a pass without gradient: N (3 b F + (3 w + b) D + b (3 H + 2 G) d)."""
+def forward_working(shape: Shape, rows: Rows, how: Arithmetic, *, adapted: bool = False) -> Bytes:
+    """Return the bytes of a layer in a pass without gradient: N (3 b F + (3 w + b) D + b (3 H + 2 G) d).
+
+    `adapted`: through peft's modules, which widen the input of an adapter: w F takes the place of b F.
+    """
     width, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
-    token = 3 * how.low * shape.intermediate + (3 * how.wide + how.low) * shape.hidden
+    inner = 2 * how.low + (how.wide if adapted else how.low)
+    token = inner * shape.intermediate + (3 * how.wide + how.low) * shape.hidden
     return rows.tokens * (token + how.low * (3 * width + 2 * keys)) + _attention_kept(shape, rows, how)
 
 

@@ -91,6 +91,8 @@ class Layout:
     """A pass of the reward model."""
     rollout: Rows | None = None
     """The rows decoded together."""
+    evaluation: Rows | None = None
+    """Those of an evaluation."""
     copies_policy: bool = False
     """Whether the sampler has a copy of the policy's weights."""
     remembers_prompts: bool = False
@@ -309,6 +311,7 @@ class _Planner:
             annotate=annotate,
             score=score,
             rollout=share_of_step.of(min(sampling.batch_size, share_of_step.rows)),
+            evaluation=self.evaluation(config),
             copies_policy=samples_here and sampling.copy_weights and roles[0].shape.is_written_out,
             remembers_prompts=config.remembers_prompts,
             offload=config.offload if self.device == "cuda" else OffloadConfig(),
@@ -316,6 +319,15 @@ class _Planner:
             ahead=config.overlap.copies,
             steps=config.schedule.steps,
         )
+
+    def evaluation(self, config: OnlineConfig | OfflineConfig) -> Rows | None:
+        """Return the rows that an evaluation decodes together: prompts of which none has a group."""
+        data, sampling = config.data.eval_prompts, config.sampling
+        if data is None:
+            return None
+        rows = min(most for most in (sampling.batch_size, data.limit, config.eval.prompts) if most is not None)
+        prompt = self.lengths.prompt or data.first_tokens or data.max_prompt_tokens
+        return Rows(rows=rows, prompts=rows, prompt=prompt, completion=sampling.max_new_tokens)
 
     def teachers(self, config: OnlineConfig | OfflineConfig, dtype: str) -> list[Role]:
         """Return the teacher of a loss that compares with one, if it is a model in this process."""
@@ -357,6 +369,8 @@ class _Planner:
             updates=1,
             step=step,
             annotate=annotate,
+            evaluation=self.evaluation(config),
+            copies_policy=config.sampling.copy_weights and roles[0].shape.is_written_out,
             steps=config.schedule.steps,
         )
 

@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 from rlhf.planning.arithmetic import (
     CACHE_COLUMNS,
     MOMENTS,
+    RECORDED_WORKSPACES,
     SIZES,
+    WORKSPACE,
+    WORKSPACES,
     Bytes,
     Head,
     Rows,
@@ -38,8 +41,8 @@ KINDS = (
     "KV cache",
     "activations",
     "logits",
+    "workspaces",
 )
-RUN = "run"  # the role of what belongs to no model
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Memory:
         return self.of(self.peak_phase)
 
 
+QUANTIZED = ("int8", "nf4")
 Parts = dict[tuple[str, str], Bytes]  # bytes by role and kind
 
 
@@ -91,6 +95,9 @@ def memory_of(layout: Layout) -> Memory:
         "update": planner.update(),
         "export": planner.export(),
     }
+    for phase in ("rollout", "annotate", "update", "export") if layout.device == "cuda" else ():
+        if phases[phase]:
+            phases[phase] = _added(phases[phase], planner.workspaces())
     return Memory(
         tuple(
             Item(phase, role, kind, size)
@@ -153,32 +160,74 @@ class _Memory:
                 parts[role.name, "moving average"] = self.part(role.trained * role.size, 3)
         if self.layout.ahead:
             parts[self.layout.roles[0].name, "sampler's copy"] = self.layout.ahead * self.layout.roles[0].weights
-        if self.keeps_sampler or phase == "rollout":
-            parts = _added(parts, self.sampler())
+        if self.keeps_sampler:
+            parts = _added(parts, self.recorded_sampler())
         return parts
+
+    def records(self, rows: Rows | None) -> bool:
+        """Return whether steps over these rows are recorded: each row then has a copy of its prompt."""
+        may_copy = rows is not None and (rows.rows == rows.prompts or rows.prompt <= rows.completion)
+        return may_copy and self.layout.device == "cuda" and self.layout.copies_policy
+
+    @property
+    def recorded(self) -> list[Rows]:
+        """Return the rows of rollouts and of evaluations, where their steps are recorded."""
+        return [
+            rows for rows in (self.layout.rollout, self.layout.evaluation) if rows is not None and self.records(rows)
+        ]
 
     @property
     def keeps_sampler(self) -> bool:
         """Return whether the sampler keeps its copy and its cache, as its recorded steps on a GPU do."""
-        is_recorded = self.layout.device == "cuda" and self.layout.copies_policy
-        return is_recorded and not self.layout.offload.sampler
+        return bool(self.recorded) and not self.layout.offload.sampler
 
-    def sampler(self) -> Parts:
-        """Return the sampler's copy of the weights and its cache."""
-        rows, role = self.layout.rollout, self.layout.roles[0]
-        if rows is None:
-            return {}
-        parts: Parts = {}
+    def workspaces(self) -> Parts:
+        """Return what cuBLAS keeps on a GPU."""
+        count = WORKSPACES + (RECORDED_WORKSPACES if self.recorded else 0)
+        return {(self.layout.roles[0].name, "workspaces"): count * WORKSPACE}
+
+    def copy_of_weights(self) -> Parts:
+        """Return the sampler's copy of the weights."""
+        role = self.layout.roles[0]
+        size = 0.0
         if self.layout.copies_policy:
-            parts[role.name, "sampler's copy"] = (role.shape.linear + role.shape.embedding) * role.how.low
+            size = (role.shape.linear + role.shape.embedding) * role.how.low
         elif self.stage == 3:
-            parts[role.name, "sampler's copy"] = role.shape.parameters * role.how.low
-        remembered = rows.rows * rows.prompt if self.layout.remembers_prompts else 0
-        if self.layout.device == "cuda" and self.layout.copies_policy:
-            tokens = rows.rows * _columns(_columns(rows.prompt) + rows.completion) + remembered
-        else:
-            tokens = rows.rows * max(rows.completion - 1, 1) + rows.prompts * rows.prompt + remembered
-        parts[role.name, "KV cache"] = key_value_cache(role.shape, tokens, role.how.low)
+            size = role.shape.parameters * role.how.low
+        return {(role.name, "sampler's copy"): size}
+
+    def recorded_sampler(self) -> Parts:
+        """Return the copy and the cache of recorded steps, which has room for the rows of rollouts and evaluations."""
+        role, most = self.layout.roles[0], self.recorded
+        rows, prompt, completion = (
+            max(getattr(each, name) for each in most) for name in ("rows", "prompt", "completion")
+        )
+        tokens = rows * _columns(_columns(prompt) + completion)
+        cache = {(role.name, "KV cache"): key_value_cache(role.shape, tokens, role.how.low)}
+        return self.copy_of_weights() | cache
+
+    def shared_sampler(self, rows: Rows) -> Parts:
+        """Return the copy and the cache of steps that are not recorded: the rows of a prompt share it.
+
+        Keys have the width of the residual stream, whose rotations they take, and values that of the keys.
+        """
+        role = self.layout.roles[0]
+        tokens = rows.rows * max(rows.completion - 1, 1) + rows.prompts * rows.prompt
+        is_fused = self.layout.device == "cuda" and self.layout.copies_policy
+        size = key_value_cache(role.shape, tokens, role.how.low if is_fused else role.how.wide)
+        return self.copy_of_weights() | {(role.name, "KV cache"): size}
+
+    def sampler(self, rows: Rows) -> Parts:
+        """Return what the sampler of a rollout has beside what it keeps, and the prompts that it remembers."""
+        role = self.layout.roles[0]
+        parts: Parts = {}
+        if not self.records(rows):
+            parts = self.shared_sampler(rows)
+        elif not self.keeps_sampler:
+            parts = self.recorded_sampler()
+        if self.layout.remembers_prompts:
+            remembered = key_value_cache(role.shape, rows.rows * rows.prompt, role.how.wide)
+            parts = _added(parts, {(role.name, "KV cache"): remembered})
         return parts
 
     def load(self) -> Parts:
@@ -196,15 +245,19 @@ class _Memory:
         rows, role = self.layout.rollout, self.layout.roles[0]
         if rows is None:
             return {}
-        parts = self.resting("rollout")
+        parts = _added(self.resting("rollout"), self.sampler(rows))
         prompts = Rows(rows=rows.prompts, prompts=rows.prompts, prompt=rows.prompt, completion=0, read=1)
-        prefill = forward_working(role.shape, prompts, replace(role.how, written_out=False))
-        prefill += key_value_cache(role.shape, prompts.tokens, role.how.low)
+        read = key_value_cache(role.shape, prompts.tokens, role.how.wide)  # by the modules, until they are in the cache
+        working = forward_working(
+            role.shape, prompts, replace(role.how, written_out=False), adapted=role.adapters > 0 and role.kept != "auto"
+        )
         logits = 4 * rows.rows * role.shape.vocabulary * SIZES["float32"]
-        decoding = dict(parts)
-        decoding[role.name, "logits"] = logits + self.widened(role)
-        decoding[role.name, "activations"] = max(prefill - logits, 0.0)
-        return _larger(decoding, self.copying(role, parts))
+        reading = parts | {(role.name, "activations"): read + working}
+        if not self.keeps_sampler:  # the cache is made afterwards
+            reading.pop((role.name, "KV cache"))
+        decoding = parts | {(role.name, "logits"): logits + self.widened(role)}
+        admitting = decoding | {(role.name, "activations"): read}
+        return max(reading, decoding, admitting, self.copying(role, parts), key=lambda moment: sum(moment.values()))
 
     def copying(self, role: Role, resting: Parts) -> Parts:
         """Return the moment in which the sampler copies the LM head, with the norm before it folded in, in float32."""
@@ -222,10 +275,13 @@ class _Memory:
     def annotate(self) -> Parts:
         """Return the largest pass without gradient: of the policy, the reference, the critic, or the reward model."""
         most: Parts = {}
+        read = [role for role in self.layout.roles if role.name != "reward model" and role.kept not in QUANTIZED]
+        copies = {(role.name, "16-bit copies"): self.casts(role) for role in read}  # all are kept through the passes
         for role in self.layout.roles:
             rows = self.layout.score if role.name == "reward model" else self.layout.annotate
             if rows is not None and (role.name != "reward model" or not role.trained):
                 parts = self.resting("annotate")
+                parts |= copies if role.name != "reward model" else {}
                 parts[role.name, "16-bit copies"] = self.casts(role)
                 for moment in self.moments_without_gradient(role, rows):
                     most = _larger(most, _added(parts, moment))
@@ -249,13 +305,13 @@ class _Memory:
 
     def casts(self, role: Role) -> Bytes:
         """Return the 16-bit copies of weights that are kept in more bits; of quantized ones a layer at a time."""
-        if role.kept in ("int8", "nf4"):
+        if role.kept in QUANTIZED:
             return role.shape.linear / role.shape.layers * role.how.low
-        is_wide = role.weights >= role.shape.linear * SIZES["float32"]
-        if not role.how.is_half or not is_wide or self.stage == 3:
+        if not role.how.is_half or self.stage == 3:
             return 0.0
-        on_gpu = role.shape.embedding if self.layout.device == "cuda" and role.has_head else 0
-        return (role.shape.linear + on_gpu) * role.how.low
+        is_wide = role.weights >= role.shape.linear * SIZES["float32"]
+        on_gpu = self.layout.device == "cuda" and role.has_head and (is_wide or role.kept == "auto")
+        return ((role.shape.linear if is_wide else 0) + (role.shape.embedding if on_gpu else 0)) * role.how.low
 
     def update(self) -> Parts:
         """Return the moment of an update that needs most: the backward pass of the policy or of the critic."""

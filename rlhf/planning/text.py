@@ -10,7 +10,7 @@ from rlhf.planning.layout import RunConfiguration
 from rlhf.planning.machine import GB, LIBRARIES
 from rlhf.planning.plan import RULE, CurePlan, Machine, Plan, gigabytes, least_of, make_plan
 
-SURE = 0.8  # of the memory: measured peaks are up to 12 % above the plan's (docs/gpu.md)
+SURE = 0.8  # of the memory: measured peaks are up to a tenth above the plan's (docs/memory.md)
 
 
 def describe(plan: Plan) -> list[str]:

@@ -157,8 +157,22 @@ class Recording:
                     old.copy_(new)
 
 
-class Graph:
-    """Stands in for torch.cuda.CUDAGraph."""
+class _EitherGraph(type):
+    """Lets `isinstance` take torch's own graph for the pretend one: an annotation is read inside the context or not."""
+
+    def __instancecheck__(cls, thing: object) -> bool:
+        return type.__instancecheck__(cls, thing) or isinstance(thing, CUDA_GRAPH)
+
+
+CUDA_GRAPH = torch.cuda.CUDAGraph  # torch's own: this module is imported outside the context
+
+
+class Graph(metaclass=_EitherGraph):
+    """Stands in for torch.cuda.CUDAGraph, and says that it is one."""
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return CUDA_GRAPH
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.recording: Recording | None = None

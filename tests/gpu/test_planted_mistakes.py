@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from beartype import beartype
+from beartype.roar import BeartypeCallHintParamViolation
 from pretend import PretendDevice
 from tiny_models import completions_of, prompts_of, tiny
 from torch import Tensor
@@ -251,6 +254,28 @@ def test_another_thread_may_launch_only_beside_a_thread_local_capture(pretend: P
         assert (pretend.problems == []) == is_allowed
         graph.replay()
         assert doubled.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_annotations_take_both_kinds_of_graphs_wherever_they_are_read() -> None:
+    """A process with a real GPU reads them in the first run on it, one without in the first pretend run."""
+
+    torchs = Mock(spec=torch.cuda.CUDAGraph)
+    read_outside = _checked()
+    with PretendDevice():
+        pretend, read_inside = torch.cuda.CUDAGraph(), _checked()
+    for checked in (read_outside, read_inside):
+        assert checked(torchs) is torchs
+        assert checked(pretend) is pretend
+        with pytest.raises(BeartypeCallHintParamViolation):
+            checked("no graph")
+
+
+def _checked() -> Callable[[Any], Any]:
+    @beartype
+    def handed_on(graph: torch.cuda.CUDAGraph) -> torch.cuda.CUDAGraph:
+        return graph
+
+    return handed_on
 
 
 def _in_thread(work: Callable[[], object]) -> None:

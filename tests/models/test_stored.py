@@ -10,6 +10,7 @@ import torch
 from quick import quick
 from tiny_models import ragged, tiny
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf.config.sections import PolicyConfig
 from rlhf.config.weights import LoraConfig
@@ -119,6 +120,33 @@ def test_no_pass_keeps_a_widened_matrix(kind: str) -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             logprobs(model, packing)
     assert kept == []
+
+
+class Made(TorchDispatchMode):
+    """The dtypes and shapes of all tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[torch.dtype, tuple[int, ...]]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.seen.add((result.dtype, tuple(result.shape)))
+        return result
+
+
+def test_no_product_in_16_bits_widens_a_matrix_of_16_bits() -> None:
+    """An LM head of 8B takes 2.1 GB in float32, from which autocast made its 16 bits again."""
+    model, ids = stored("bfloat16"), torch.arange(5, 13)[None]
+    head = model.get_output_embeddings().weight
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        states = model.base_model(ids).last_hidden_state
+        with Made() as made:
+            logits = model.get_output_embeddings()(states)
+        widened = nn.functional.linear(states, head.float())
+    assert (torch.float32, tuple(head.shape)) not in made.seen
+    assert torch.equal(logits, widened)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -261,12 +261,58 @@ def test_the_cache_of_recorded_steps_has_whole_columns() -> None:
     """It has 64 more for a prompt of 65 tokens; a CPU's has a column for each token."""
     assert CACHE_COLUMNS == COLUMN_MULTIPLE
     shape = published_shape(QWEN)
-    for prompt, completion, columns in ((64, 64, 128), (65, 63, 192), (74, 96, 256)):
+    for prompt, completion, columns in ((64, 64, 128), (65, 66, 256), (74, 96, 256)):
         prompts = {"path": "prompts.jsonl", "max_prompt_tokens": prompt}
         plan = planned("grpo", GPU, data__prompts=prompts, sampling__max_new_tokens=completion)
         items = plan.memory.items
         (cache,) = {item.bytes for item in items if item.kind == "KV cache"}
         assert cache == key_value_cache(shape, 64 * columns, 4)
+
+
+def test_prompts_that_a_group_shares_and_that_are_longer_than_completions_are_not_recorded() -> None:
+    """The sampler then has its copy during rollouts alone, unless evaluations, of prompts without a group, record."""
+    prompts = {"path": "prompts.jsonl", "max_prompt_tokens": 200}
+    more: dict[str, Any] = {"data__prompts": prompts, "sampling__max_new_tokens": 40}
+    phases = ["rollout", "annotate", "update", "export"]
+    shared, single = (planned("grpo", GPU, **more), planned("ppo", GPU, **more, sampling__completions_per_prompt=1))
+    assert kinds_by_phase(shared, "policy", "sampler's copy") == phases[:1]
+    assert kinds_by_phase(single, "policy", "sampler's copy") == phases
+    evaluated = planned("grpo", GPU, **more, data__eval_prompts={"path": "held_out.jsonl", "limit": 16})
+    assert kinds_by_phase(evaluated, "policy", "sampler's copy") == phases
+    copies = [
+        sum(i.bytes for i in plan.memory.items if (i.phase, i.kind) == ("rollout", "sampler's copy"))
+        for plan in (shared, evaluated)
+    ]
+    assert copies[1] == 2 * copies[0]  # that of the evaluations stays meanwhile
+    offline = planned("sft", GPU, data__eval_prompts={"path": "held_out.jsonl", "limit": 16})
+    assert kinds_by_phase(offline, "policy", "sampler's copy") == ["update", "export"]
+
+
+def test_a_sampler_without_a_copy_has_its_cache_in_the_width_of_the_residual_stream() -> None:
+    """And on the way there a second one, of the prompts as the model's own modules read them."""
+    more: dict[str, Any] = {"policy__lora": {"r": 16}, "policy__weights": "nf4", "policy__dtype": "bfloat16"}
+    plan = planned("grpo", GPU, **more, sampling__copy_weights=False)
+    items = {item.kind: item.bytes for item in plan.memory.items if item.phase == "rollout"}
+    rows, shape = plan.layout.rollout, published_shape(QWEN)
+    assert rows is not None
+    tokens = rows.rows * (rows.completion - 1) + rows.prompts * rows.prompt
+    assert plan.layout.roles[0].how.low == 2
+    assert items["KV cache"] == key_value_cache(shape, tokens, 4)
+    assert items["activations"] >= key_value_cache(shape, rows.prompts * rows.prompt, 4)
+
+
+def test_what_libraries_keep_on_a_gpu_is_planned_where_it_is_measured() -> None:
+    for algorithm, count in (("sft", 3), ("grpo", 6)):
+        plan = planned(algorithm, GPU)
+        sizes = {item.bytes for item in plan.memory.items if item.kind == "workspaces"}
+        assert sizes == {count * 2**25}
+        assert "load" not in kinds_by_phase(plan, "policy", "workspaces")
+    assert kinds_by_phase(planned("sft", CPU), "policy", "workspaces") == []
+
+
+def test_several_steps_ahead_keep_the_weights_of_every_draw() -> None:
+    one, two = (planned("grpo", CPU, overlap__ahead=True, overlap__ahead_steps=steps) for steps in (1, 2))
+    assert (one.layout.ahead, two.layout.ahead) == (1, 4)
 
 
 def test_prompts_that_are_kept_between_turns_need_a_cache_of_their_own() -> None:

@@ -47,12 +47,12 @@ class QuantizedLinear(nn.Linear):
     It is an nn.Linear so that peft puts adapters on it. Its state dict has the codes.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
-        """Compute the codes of the weight of `linear`; its bias stays as it is."""
+    def __init__(self, linear: nn.Linear, device: torch.device | None = None) -> None:
+        """Compute the codes of the weight of `linear` on `device`, where they stay; its bias stays as it is."""
         nn.Module.__init__(self)  # nn.Linear's own would allocate a weight
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_parameter("bias", linear.bias)
-        self._quantize(linear.weight.detach())
+        self._quantize(linear.weight.detach().to(device))
 
     @abstractmethod
     def _quantize(self, weight: Float[Tensor, "E D"]) -> None:
@@ -150,10 +150,15 @@ def frozen_product(
     x: Float[Tensor, "*shape D"], dense: Callable[[torch.dtype], Tensor], bias: Tensor | None
 ) -> Float[Tensor, "*shape E"]:
     """Compute x W^T + b, W = dense(dtype) of a frozen weight, which is computed again in the backward pass."""
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = product_dtype(x)
     product: Tensor = _FrozenProduct.apply(x.to(dtype), dense)  # type: ignore[no-untyped-call]
     return product if bias is None else product + bias.to(dtype)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of a product with x: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class _FrozenProduct(torch.autograd.Function):
