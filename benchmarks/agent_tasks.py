@@ -135,7 +135,8 @@ def spell(read: list[str], row: Mapping[str, Any], draw: random.Random) -> str:
     return other + one + other if draw.random() < GOOD else other + other + one
 
 
-SHORT = {"schedule": {"steps": 20}}
+SHORT, LONG = {"schedule": {"steps": 20}}, {"schedule": {"steps": 120}}
+CUPS = "textarena:ThreeCardMonte-v0"
 LETTERS = {"min_length": 3, "max_length": 3}
 SEVEN: dict[str, Any] = {"highest": 7, "guesses": 3, "price": 0.0}
 GUESS = f"{EXAMPLES / 'guess_number.py'}:GuessNumber"
@@ -145,7 +146,8 @@ TASKS = {
         Task("guess_7", GUESS, 3, 4, guess, SEVEN, imitated=512),
         Task("calculator", f"{EXAMPLES / 'calculator.py'}:Calculator", 4, 24, calculate, row=sum_of, settings=SHORT),
         Task("no_tool", f"{Path(__file__).resolve()}:Mental", 1, 6, reckon, row=sum_of),
-        Task("cups", "textarena:ThreeCardMonte-v0", 1, 6, point, {"num_cups": 3, "steps": 2}),
+        Task("cups", CUPS, 1, 6, point, {"num_cups": 3, "steps": 2}),
+        Task("cups_long", CUPS, 1, 6, point, {"num_cups": 3, "steps": 2}, settings=LONG),
         Task("palindrome", "reasoning_gym:palindrome_generation", 1, 6, spell, LETTERS),
     )
 }

@@ -1,13 +1,16 @@
 """Measure how often verifiers agree with the graders of others, on texts that those have graded.
 
     python benchmarks/verifier_agreement.py --solutions example_model_solutions.jsonl --gsm8k data/gsm8k/test.jsonl \
-        --ifeval data/ifeval/input_data.jsonl --json benchmarks/results/verifier_agreement.json
+        --ifeval data/ifeval/input_data.jsonl --humaneval HumanEval.jsonl.gz \
+        --json benchmarks/results/verifier_agreement.json
 
 The math verifier against the grades of 5,276 solutions of GSM8K that models wrote (example_model_solutions.jsonl of
 openai/grade-school-math), and on the references: each is right, and that of another row is wrong unless it is the same
 number.
 The ifeval verifier against the package if-verifiable, an independent port of IFEval's program, on the rows of IFEval:
 each row grades one of these solutions, plain and rewritten (in capitals, as a list, with a postscript ...).
+The code verifier on HumanEval (data/HumanEval.jsonl.gz of openai/human-eval): the 164 solutions of the data set are
+right, and a body that returns None is wrong. It needs pydantic-monty and bubblewrap.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import random
+import time
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +29,7 @@ from if_verifiable.common import evaluate_instructions
 from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
 
 from rlhf.config.load import validate
+from rlhf.verifiers.code import CodeGrader
 from rlhf.verifiers.ifeval import IfevalGrader
 from rlhf.verifiers.mathematics import MathGrader
 from rlhf.verifiers.numeric_answers import expected_answer
@@ -107,23 +113,45 @@ def instructions(rows: list[dict[str, Any]], texts: list[str]) -> tuple[list[Pai
     return strict, loose
 
 
+def programs(rows: list[dict[str, Any]], sandbox: str) -> Iterator[Pair]:
+    """Yield our grade of each solution of HumanEval, and of a body that returns None, and whether it is right."""
+    columns = {"tests": "test", "entry_point": "entry_point", "prefix": "prompt"}
+    grade = validate(CodeGrader, {"type": "code", "sandbox": sandbox, **columns}).start()
+    for row in rows:
+        for body, right in ((row["canonical_solution"], 1.0), ("    return None\n", 0.0)):
+            grades = grade(body, row)
+            assert isinstance(grades, dict)
+            yield grades["code"], right
+
+
+def timed(pairs: Iterable[Pair]) -> dict[str, float]:
+    """Count pairs as they are made, and their number per second."""
+    started = time.perf_counter()
+    counts = tally(pairs)
+    return {**counts, "per second": round(counts["graded"] / (time.perf_counter() - started), 1)}
+
+
 def main() -> None:
     """Compare, print the counts and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--solutions", type=Path, required=True)
     parser.add_argument("--gsm8k", type=Path, required=True)
     parser.add_argument("--ifeval", type=Path, required=True)
+    parser.add_argument("--humaneval", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     solutions, rows = lines_of(arguments.solutions), lines_of(arguments.ifeval)
     texts = [row["175b_verification"]["solution"] for row in solutions]
+    random.seed(0)  # the port draws a letter where a row gives none that is a letter
     strict, loose = instructions(rows, texts)
+    tasks = lines_of(arguments.humaneval)
     results: dict[str, Any] = {
         "if-verifiable": version("if-verifiable"),
         "math, solutions of models": tally(graded_solutions(solutions)),
         "math, references": tally(references(lines_of(arguments.gsm8k))),
         "ifeval, strict": tally(strict),
         "ifeval, loose": tally(loose),
+        **{f"code, {sandbox}": timed(programs(tasks, sandbox)) for sandbox in ("monty", "bubblewrap", "auto")},
     }
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

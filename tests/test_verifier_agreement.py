@@ -28,3 +28,14 @@ def test_verifiers_are_tallied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(strict) == len(loose) == 10
     assert all(ours == theirs for ours, theirs in strict + loose)
     assert {ours for ours, _ in strict} == {0.0, 1.0}
+
+
+def test_a_program_and_an_empty_one_are_graded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("if_verifiable")
+    pytest.importorskip("pydantic_monty")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    agreement = importlib.import_module("verifier_agreement")
+    body, test = "    return 1\n", "def check(candidate):\n    assert candidate() == 1\n"
+    row = {"prompt": "def f():\n", "entry_point": "f", "canonical_solution": body, "test": test}
+    assert list(agreement.programs([row], "monty")) == [(1.0, 1.0), (0.0, 0.0)]
+    assert agreement.timed([(1.0, 1.0)])["per second"] > 0

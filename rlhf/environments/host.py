@@ -80,7 +80,7 @@ class Host:
         """
         try:
             return request_handlers[type(request)](self, request)
-        except Exception as error:  # whatever an environment raises
+        except (Exception, SystemExit) as error:  # whatever an environment raises; exit() ends its episode alone
             reason = str(error) if isinstance(error, EnvironmentFault) else describe_error(error)
             return Fault(reason)
 

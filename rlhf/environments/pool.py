@@ -148,9 +148,7 @@ class _Worker:
         if isinstance(request, End):
             self._played.pop(request.episode, None)
             self._lost.pop(request.episode, None)
-            if self._process is not None:  # one that failed is to be closed too
-                self._exchange(request)
-            return None
+            return None if self._process is None else self._exchange(request)  # one that failed is to be closed too
         if self._process is None:
             self._restart()
         if request.episode in self._lost:

@@ -114,14 +114,19 @@ def checked_step(returned: Any) -> StepResult:
 
 def _observation(value: Any, form: str) -> Observation:
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be tokenized
+        return _encodable(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes) and all(map(_is_message, value)):
-        return [dict(message) for message in value]
+        return [{**message, "content": _encodable(message["content"] or "")} for message in value]
     raise EnvironmentFault(f"{form}, with a text or a list of messages; the observation is a {type(value).__name__}")
 
 
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be tokenized
+
+
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
+    has_role = isinstance(value, Mapping) and isinstance(value.get("role"), str)
+    return has_role and "content" in value and isinstance(value["content"], str | None)
 
 
 def _number(value: Any) -> float | None:

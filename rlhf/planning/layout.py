@@ -266,7 +266,7 @@ class _Planner:
         entropy = algorithm.policy_loss.needs_entropy
         prompts, group = config.batch.prompts_per_step, sampling.completions_per_prompt
         prompt = self.lengths.prompt or config.data.prompts.first_tokens or config.data.prompts.max_prompt_tokens
-        completion = self.lengths.completion or sampling.max_new_tokens
+        completion = self.lengths.completion or self.longest_row(config)
         step = Rows(rows=prompts * group, prompts=prompts, prompt=prompt, completion=completion)
         is_pairs = algorithm.policy_loss.pair_loss is not None
         minibatch = step.of(max(1, -(-step.rows // config.batch.minibatches)))
@@ -328,6 +328,16 @@ class _Planner:
         rows = min(most for most in (sampling.batch_size, data.limit, config.eval.prompts) if most is not None)
         prompt = self.lengths.prompt or data.first_tokens or data.max_prompt_tokens
         return Rows(rows=rows, prompts=rows, prompt=prompt, completion=sampling.max_new_tokens)
+
+    def longest_row(self, config: OnlineConfig) -> int:
+        """Return the most tokens after a prompt: in an episode those of all its turns."""
+        budget = config.environment.max_tokens if config.environment is not None else None
+        if config.environment is not None and config.environment.max_turns > 1 and budget is None:
+            self.notes.append(
+                "the tokens that the environment writes are not known, and not counted: environment.max_tokens limits "
+                "an episode, and --completion-tokens is its length after the prompt"
+            )
+        return budget or config.longest_completion
 
     def teachers(self, config: OnlineConfig | OfflineConfig, dtype: str) -> list[Role]:
         """Return the teacher of a loss that compares with one, if it is a model in this process."""

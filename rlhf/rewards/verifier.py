@@ -184,7 +184,7 @@ class VerifierReward:
         """Grade the completions.
 
         Raises:
-            RewardError: too many gradings failed, a grader cannot start, or a row names no grader.
+            RewardError: too many gradings failed, a grader cannot start, a row names no grader, or a weight no reward.
             NonFiniteScores: no grade applies to a completion, and no other source scores it.
         """
         texts = decode(completions, self.tokenizer)
@@ -192,6 +192,7 @@ class VerifierReward:
         outcomes = self.grade(texts.completions, texts.references, keys)
         self._check_failures(outcomes, texts.completions)
         table = self._named(keys, outcomes)
+        self._check_weights(table)
         values = self._combine(table, keys, outcomes, group_size=completions.group_size)
         parts = {
             name: [row if outcome.state == "graded" else math.nan for row, outcome in zip(rows, outcomes, strict=True)]
@@ -290,6 +291,14 @@ class VerifierReward:
             return _floats(normalize_then_sum(stacked, weights, group_size))
         values = combine(stacked, weights, how=how)
         return _floats(torch.where(failed, self.source.on_timeout, values))
+
+    def _check_weights(self, given: Mapping[str, Sequence[float]]) -> None:
+        """Check that no weight has a name that no grade has, where a reward of nearly that name goes without one."""
+        weights = self.source.weights
+        unweighted = [name for name in given if name not in weights]
+        for name in weights.keys() - given.keys():
+            if hint := did_you_mean(name, unweighted, cutoff=0.75):
+                raise RewardError(f"reward.source.weights: the verifier gives no reward {name!r}{hint}")
 
     def _check_failures(self, outcomes: Sequence[Outcome], completions: Sequence[str]) -> None:
         failed = [outcome.state in ("timeout", "error") for outcome in outcomes]

@@ -159,8 +159,10 @@ class EpisodeSampler:
             with self.steady():
                 first = self._play(rows, episodes, key, greedy)
         finally:
-            self._ask(End(episode.number) for episode in episodes)
+            closed = self._ask(End(episode.number) for episode in episodes)
         self._check_faults(episodes)
+        if unclosed := [answer.reason for answer in closed if isinstance(answer, Fault)]:
+            self.note(f"warning: {len(unclosed)} of {len(episodes)} environments did not close: {unclosed[0]}")
         if first is None and not self._faults:
             raise RewardError(
                 f"no episode could begin: the first observation of {self.config.target!r} leaves no room for an action "

@@ -243,6 +243,18 @@ def test_a_worker_closes_a_failed_environment_and_seeds_numpy(tmp_path: Path) ->
     assert all(answer == answers[0] for answer in answers)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_environment_that_does_not_close_is_said_and_loses_nothing(tmp_path: Path, workers: int) -> None:
+    run = runs.online(tree(tmp_path, "Broken", kwargs={"how": "close"}, workers=workers))
+    notes: list[str] = []
+    assert run.episodes is not None
+    run.episodes.note = notes.append
+    rows = played(run, group_size=1)
+    assert (rows.stops != StopReason.ERROR).all()
+    assert notes[0].startswith("warning: 1 of 16 environments did not close: RuntimeError: still open")
+    _close(run)
+
+
 def test_ten_thousand_tokens_are_a_context_overflow(tmp_path: Path) -> None:
     rows = played(runs.online(tree(tmp_path, "Broken", kwargs={"how": "long"})), group_size=1)
     long = [row for row in range(len(rows)) if rows.references[row]["prompt"] == "red one"]

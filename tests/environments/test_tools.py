@@ -169,6 +169,7 @@ def test_guess_the_number() -> None:
         (("a", 10**400, True, False, {}), "finite number"),
         ((b"a", 1.0, True, False, {}), "the observation is a bytes"),
         (([{"content": "x"}], 1.0, True, False, {}), "the observation is a list"),
+        (([{"role": "user", "content": 5}], 1.0, True, False, {}), "the observation is a list"),
     ],
 )
 def test_what_is_no_step(returned: Any, reason: str) -> None:
@@ -182,6 +183,8 @@ def test_what_is_a_step_and_a_reset() -> None:
     assert checked_reset(None).observation == ""
     assert checked_reset("a").observation == "a"
     assert checked_reset(([{"role": "user", "content": "a"}], {})).observation == [{"role": "user", "content": "a"}]
+    odd = checked_reset([{"role": "user", "content": "\ud800"}, {"role": "user", "content": None}]).observation
+    assert odd == [{"role": "user", "content": "?"}, {"role": "user", "content": ""}]
 
 
 def test_an_environment_that_fails_to_reset_is_closed() -> None:
@@ -198,6 +201,16 @@ def test_an_environment_that_fails_to_reset_is_closed() -> None:
     assert isinstance(host.handle(Begin(1, 5, {})), Fault)
     host.handle(End(1))
     assert closed == [1]
+
+
+def test_an_environment_that_exits_ends_its_episode_alone() -> None:
+    class Exiting:
+        def reset(self, **_: Any) -> None:
+            sys.exit(3)
+
+    answer = Host(Exiting).handle(Begin(1, 5, {}))  # type: ignore[arg-type]  # it has no step
+    assert isinstance(answer, Fault)
+    assert answer.reason.startswith("SystemExit: 3")
 
 
 class Dice:

@@ -79,6 +79,8 @@ class Broken(Colors):
         return super().reset(seed=seed, options=options)
 
     def close(self) -> None:
+        if self.how == "close" and self.fails:
+            raise RuntimeError("still open")
         if self.log:
             with open(self.log, "a", encoding="utf-8") as file:
                 file.write("closed\n")

@@ -325,6 +325,18 @@ def test_prompts_that_are_kept_between_turns_need_a_cache_of_their_own() -> None
     assert keeping.memory.of("rollout") - plain.memory.of("rollout") == cache
 
 
+def test_an_episode_is_planned_with_the_actions_of_all_its_turns() -> None:
+    tree = settings("grpo", environment__target="guess_number.py:GuessNumber", environment__max_turns=5)
+    del tree["reward"]
+    tree["sampling"]["max_new_tokens"] = 8
+    plan = make_plan(train_config(tree), CPU)
+    assert plan.layout.step.completion == 40
+    assert any("environment writes are not known" in note for note in plan.layout.notes)
+    limited = make_plan(train_config(merge(tree, {"environment": {"max_tokens": 100}})), CPU)
+    assert limited.layout.step.completion == 100
+    assert not limited.layout.notes
+
+
 def test_ppo_of_8_billion_weights_on_one_nf4_base_is_planned_within_16_gb(tmp_path: Path) -> None:
     """Policy, critic and reward model are adapters on one base; rows of 512 + 512 tokens."""
     name = "meta-llama/Llama-3.1-8B"

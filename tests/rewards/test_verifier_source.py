@@ -77,6 +77,14 @@ def test_named_rewards_are_weighted_and_logged(tmp_path: Path) -> None:
     assert "part/verifier/seconds/mean" not in metrics
 
 
+def test_a_misspelt_weight_of_a_grader_of_ones_own_is_refused(tmp_path: Path) -> None:
+    """What names such a grader gives is known once it grades; a name that does not apply to these rows may have one."""
+    target = written(tmp_path, "return {'right': 1.0, 'short': 1.0}")
+    with pytest.raises(RewardError, match=r"gives no reward 'shrot'; did you mean short\?"):
+        built(name=target, weights={"shrot": 0.2})(batch([{}]))
+    assert built(name=target, weights={"short": 0.25, "rare": 3.0})(batch([{}])).values.tolist() == [1.25]
+
+
 def test_a_weight_of_a_reward_that_the_grader_does_not_give_is_refused() -> None:
     with pytest.raises(ConfigError, match="json gives no reward 'parse'; did you mean parses"):
         source(name="json", weights={"parse": 0.5})
