@@ -185,8 +185,8 @@ class RowPipeline(Generic[T, S]):
         if not skips.used and self.config.part is not None and given > skips.skipped:
             low, high = self.config.part
             raise DataError(
-                f"{config.path}: no usable row is in part [{low:g}, {high:g}]: it is small. Set a larger data.holdout, "
-                "the path of held-out rows (data.eval_...path), or data.holdout=null"
+                f"{config.path}: no usable row is in part [{low:g}, {high:g}] of data.holdout: the file is small. Set "
+                "a larger data.holdout, the path of held-out rows (data.eval_...path), or data.holdout=null"
             )
         skips.require_rows()
         skips.digest = digest_of(entries)

@@ -426,7 +426,8 @@ def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     arguments = ["label", str(folder / "completions.jsonl"), "--judge", LONGER, "--out", str(folder / "o.jsonl")]
     assert main([*arguments, "write=best_and_worst"]) == 0
     assert "1 rows written to" in capsys.readouterr().out
-    assert main([*arguments, "--judge", "runs/none"]) == 2
+    assert main([*arguments, "--judge", "runs/reward_model"]) == 2
+    assert "judge.source.path: no such file or folder: runs/reward_model. `rlhf reward" in capsys.readouterr().err
     assert main(["label", str(folder / "none.jsonl"), "--judge", LONGER]) == 2
     assert main(["label", str(folder / "completions.jsonl")]) == 2
     assert "judge is missing" in capsys.readouterr().err
