@@ -705,7 +705,16 @@ def _push(parsed: argparse.Namespace, console: Console) -> None:
     run_push(target, parsed.repo_id, console=console, **options)
 
 
+def _check_model(path: str) -> None:
+    """Check that there is a model, before it takes long to import what loads it, or the hub is asked for a folder."""
+    from rlhf.api.checks import check_model_path
+    from rlhf.data.paths import resolve_best
+
+    check_model_path(resolve_best(path))
+
+
 def _export(parsed: argparse.Namespace, console: Console) -> None:
+    _check_model(parsed.target)
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"writing a GGUF file needs the package gguf: {install_hint('gguf')}")
     from rlhf.api.checks import check_output_file
@@ -776,6 +785,7 @@ def _label(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
+    _check_model(parsed.target)
     try:
         from rlhf.factory.reward_service import ServiceOptions, serve_reward
     except ModuleNotFoundError as error:
@@ -786,6 +796,7 @@ def _serve_reward(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _serve_policy(parsed: argparse.Namespace, console: Console) -> None:
+    _check_model(parsed.target)
     from rlhf.commands.serve_policy import PolicyOptions, serve_policy
 
     serve_policy(parsed.target, _options(PolicyOptions, parsed), os.environ, console)

@@ -78,3 +78,4 @@ make_venv
 if ! is_installed "$@"; then
     install "$@"
 fi
+[ "${VIRTUAL_ENV:-}" = "$venv" ] || say "ready; next: source $venv/bin/activate"

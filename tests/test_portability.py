@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -256,3 +257,19 @@ def test_a_checkpoint_is_flushed_where_folders_cannot_be_opened(
     path = Checkpoints(tmp_path, keep=1).save(3, write)
     assert find_damage(path) is None
     assert len(flushed) == 3  # two files and the manifest
+
+
+def test_the_installer_says_how_to_get_the_command(tmp_path: Path) -> None:
+    """With a Python that does nothing, nothing is installed; the script's own words are left."""
+    for name in ("scripts/setup.sh", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    for environment, is_told in (({}, True), ({"VIRTUAL_ENV": str(tmp_path / ".venv")}, False)):
+        command = ["bash", str(tmp_path / "scripts" / "setup.sh"), "gguf"]
+        env = {"PATH": os.environ["PATH"], **environment}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        assert (f"next: source {python.parent}/activate" in done.stderr) is is_told

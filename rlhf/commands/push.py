@@ -33,9 +33,9 @@ from rlhf.data.files import load_rows
 from rlhf.data.paths import SUFFIXES, looks_local
 from rlhf.data.rows import RowCounts
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.errors import CheckpointError, DataError, ModelError, UserError
+from rlhf.errors import CheckpointError, DataError, UserError
 from rlhf.factory.exported import change_lost_in
-from rlhf.models.backbone import load_causal_lm, load_model_config
+from rlhf.models.backbone import load_causal_lm
 from rlhf.models.folders import model_folder
 from rlhf.report.model_card import CardInputs, DataUsed, model_card
 from rlhf.report.record import read_record
@@ -205,11 +205,6 @@ def run_export(path: str, out: Path, *, dtype: str, console: Console) -> None:
     """
     gguf_export: Any = importlib.import_module("rlhf.models.gguf_export")  # it needs an extra
     folder = model_folder(path)
-    architectures = load_model_config(folder).architectures or []
-    if any("SequenceClassification" in name for name in architectures):
-        raise ModelError(
-            f"{path} is a reward model, which cannot be written as GGUF. Supported are {gguf_export.SUPPORTED}"
-        )
     tokenizer = load_tokenizer(folder)
     warn_of_rounding(path)
     model = load_causal_lm(folder, dtype="float32")

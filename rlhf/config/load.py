@@ -16,7 +16,16 @@ from rlhf.algorithms.presets import PRESETS
 from rlhf.config.algorithm import algorithm_kind
 from rlhf.config.compare import CompareConfig
 from rlhf.config.data import ChatFormat, DataConfig
-from rlhf.config.files import Tree, locate_config, merge, merge_overrides, nearest_config, parse_overrides, parse_yaml
+from rlhf.config.files import (
+    COMPARE_CONFIG,
+    Tree,
+    locate_config,
+    merge,
+    merge_overrides,
+    nearest_config,
+    parse_overrides,
+    parse_yaml,
+)
 from rlhf.config.presets import drop_keys, get_setting, has_critic, sizes_of_preset
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, command_or_call, did_you_mean
@@ -112,7 +121,13 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
     Raises:
         ConfigError: the path is not a run folder; otherwise as `load_train`.
     """
-    if not (Path(path) / "config.yaml").is_file():
+    folder = Path(path)
+    if not folder.exists():
+        near = did_you_mean(folder.name, [other.name for other in folder.parent.glob("*")])
+        raise ConfigError(f"no such run folder: {path}{near}")
+    if (folder / COMPARE_CONFIG).is_file():
+        raise ConfigError(f"{path} is a comparison: name a run of it, {path}/ARM/seed-N (rlhf report shows all)")
+    if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{path} is not a run folder (it has no config.yaml)")
     tree = merge_overrides(read_yaml(path), parse_overrides(overrides))
     if "model" in tree and "policy" not in tree:

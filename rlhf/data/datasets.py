@@ -178,13 +178,15 @@ class RowPipeline(Generic[T, S]):
         if not config.path:
             raise DataError("these rows are read whole and from one place: set path, not sources")
         skips = RowCounts(config.path, fatal=config.bad_rows == "error")
-        read = self.use.read(load_rows(config, skips), skips, turns=self.makes_turns)
+        rows = load_rows(config, skips)
+        given = len(rows) + skips.skipped
+        read = self.use.read(rows, skips, turns=self.makes_turns)
         entries = list(self.encode(read, skips, limit=config.limit))
-        if not skips.used and self.config.part is not None:
+        if not skips.used and self.config.part is not None and given > skips.skipped:
             low, high = self.config.part
             raise DataError(
-                f"{config.path}: no usable row is in part [{low:g}, {high:g}]: it is small. Set a larger data.holdout, "
-                "the path of held-out rows (data.eval_...path), or data.holdout=null"
+                f"{config.path}: no usable row is in part [{low:g}, {high:g}] of data.holdout: the file is small. Set "
+                "a larger data.holdout, the path of held-out rows (data.eval_...path), or data.holdout=null"
             )
         skips.require_rows()
         skips.digest = digest_of(entries)

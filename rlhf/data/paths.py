@@ -48,6 +48,10 @@ MAKERS = {
         for name, n in (("train", 4000), ("tune", 96), ("test", 300))
     },
     **{f"data/{name}": f"python scripts/get_data.py {name}" for name in FETCHED},
+    "runs/sft": "rlhf train configs/sft.yaml policy.model=MODEL data.sft.path=ROWS.jsonl",
+    "runs/reward_model": "rlhf reward configs/reward_model.yaml data.preferences.path=PAIRS.jsonl",
+    "runs/detox/sft": "rlhf train configs/real/detox_sft.yaml",
+    "runs/detox/reward_model": "rlhf reward configs/real/detox_reward_model.yaml",
 }
 """The command that makes each model folder and data file which shipped configurations name; of a folder, all in it."""
 KINDS = ("jsonl", "json", "csv", "parquet")
@@ -108,7 +112,7 @@ def missing(path: str) -> str:
     near = difflib.get_close_matches(wanted.name, names, n=3, cutoff=0.5)
     if near:
         return f"{message} (in {known} there is {', '.join(near)})"
-    return f"{message} ({known} has no {wanted.name})"
+    return f"{message} (there is no {wanted.name} in {known.resolve()})"
 
 
 def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None = None) -> None:

@@ -162,6 +162,7 @@ class RunContext:
         progress = self.view.progress(config.run.name, total_steps, start_step=self.state.step, targets=targets)
         recorder = self._open_recorder(progress, show)
         health = self._open_health(recorder)
+        self._note_warm_up(total_steps)
         self._report_to(recorder, _resume_messages(self, versions, total_steps))
         return Session(
             state=self.state,
@@ -181,6 +182,15 @@ class RunContext:
             feed=StreamFeed(self.streams, recorder.note) if self.streams else None,
             ranks=self.engine.ranks,
         )
+
+    def _note_warm_up(self, total_steps: int) -> None:
+        """Note a warm-up that covers the run, where only the rows tell how many steps its epochs are."""
+        schedule = self.config.schedule
+        if schedule.steps is None and schedule.warmup_steps >= total_steps:
+            self.note(
+                f"the run has {total_steps:,} steps, and the learning rate rises over schedule.warmup_steps="
+                f"{schedule.warmup_steps}: it never reaches its peak. Lower it, or batch.prompts_per_step"
+            )
 
     def _open_recorder(self, progress: Progress, show: Sequence[str]) -> Recorder:
         """Open the files and the trackers of the run, rewound to the checkpoint."""

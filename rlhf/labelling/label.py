@@ -88,6 +88,10 @@ class LabelResult:
                 f"agreement with people on {self.agreement.pairs:,} pairs: accuracy {value}, Cohen's kappa {kappa}, "
                 f"{self.agreement.ties:,} ties (95 % intervals)"
             )
+        if self.ties == self.compared:
+            lines.append(
+                "every pair is a tie, so that there is nothing to train on: take another judge or lower min_gap"
+            )
         return [*lines, f"{self.written:,} rows written to {self.out}"]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlhf.config.files import Tree, merge, parse_overrides
 from rlhf.config.load import validate
-from rlhf.data.paths import is_missing
+from rlhf.data.paths import is_missing, missing, missing_model
 from rlhf.errors import ConfigError, DataError
 from rlhf.labelling.judges import judge_at
 from rlhf.labelling.label import LabelConfig
@@ -45,9 +45,9 @@ def label_config(tree: Tree) -> LabelConfig:
     config = validate(LabelConfig, tree)
     for section in (config.completions, config.compare_with):
         if section is not None and is_missing(section.path):
-            raise DataError(f"{section.path}: no such file")
+            raise DataError(missing(section.path))
     for key, path in config.judge.model_paths():
-        if is_missing(path):
-            raise ConfigError(f"{key}: no reward model {path}")
+        if (problem := missing_model(path)) is not None:
+            raise ConfigError(f"{key}: {problem}")
     config.judge.check()
     return config

@@ -128,7 +128,7 @@ def load_causal_lm(
     layers for int8 and nf4 are quantized one by one as they are read, where the files allow it, and on `device`.
 
     Raises:
-        ModelError: the model cannot be loaded.
+        ModelError: the model cannot be loaded, or is a reward model.
     """
     location = locate_model(path)
     if location.is_adapter:
@@ -136,6 +136,8 @@ def load_causal_lm(
         base = load_causal_lm(base_of_adapter(folder), dtype=dtype, trust_remote_code=trust_remote_code)
         return merge_adapter(base, folder)
     config = load_model_config(path, trust_remote_code=trust_remote_code)
+    if any("Classification" in name for name in config.architectures or []):
+        raise ModelError(f"{path} is a reward model: it writes nothing. Name a run of a policy, or a causal LM")
     try:
         model = _load_split(location, config, dtype, trust_remote_code, engine)
         if model is None and kept in KINDS:

@@ -19,7 +19,7 @@ from rlhf.data.pairs import CompletionRows
 from rlhf.data.rows import BadRow
 from rlhf.data.templates import Rendered
 from rlhf.data.tokenizer import Encoder, left_pad, load_tokenizer, make_encoder, right_pad
-from rlhf.errors import DataError, ModelError
+from rlhf.errors import DataError
 from rlhf.models.backbone import (
     CausalLM,
     autocast,
@@ -28,7 +28,6 @@ from rlhf.models.backbone import (
     eos_ids,
     freeze,
     load_causal_lm,
-    load_model_config,
     move_to,
 )
 from rlhf.models.logprobs import completion_outputs
@@ -172,9 +171,6 @@ def load_subject(
     Raises:
         ModelError: there is no model, it is a reward model, or its vocabulary does not match the encoder's.
     """
-    architectures = load_model_config(folder, trust_remote_code=trust_remote_code).architectures or []
-    if any("SequenceClassification" in name for name in architectures):
-        raise ModelError(f"{path} is a reward model: it writes nothing. Name a run of a policy, or a causal LM")
     if encoder is None:
         encoder = make_encoder(load_tokenizer(folder, trust_remote_code=trust_remote_code), chat_template)
     dtype = usable_dtype(dtype, device)

@@ -24,6 +24,7 @@ from rlhf.config.load import (
     load_chat_format,
     load_compare,
     load_reward_model,
+    load_run,
     load_train,
     train_config,
     unread_warnings,
@@ -772,3 +773,9 @@ def test_a_file_that_cannot_be_read_is_one_plain_error(monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "read_text", deny)
     with pytest.raises(ConfigError, match=r"configs/ppo\.yaml cannot be read: Permission denied"):
         load_train("configs/ppo.yaml")
+
+
+def test_a_comparison_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "compare.yaml").write_text("arms: {}\n")
+    with pytest.raises(ConfigError, match=r"is a comparison: name a run of it, .*/ARM/seed-N"):
+        load_run(tmp_path)

@@ -105,6 +105,19 @@ def test_a_file_that_is_too_small_says_what_to_do(tmp_path: Path) -> None:
         prompt_pipeline(config.data.eval_prompts, tokenizer(), chat_template="none").load()  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [([], "no rows at all"), ([{"prompt": "t4", "completion": ""}], r"no usable rows; 1 skipped: 1 empty completion")],
+)
+def test_a_file_without_rows_is_not_called_small(tmp_path: Path, rows: list[dict[str, Any]], reason: str) -> None:
+    path = rows_file(tmp_path / "rows.jsonl", rows)
+    config = load_train("configs/sft.yaml", [f"data.sft.path={path}"]).data
+    for section in (config.sft, config.eval_sft):
+        assert section is not None
+        with pytest.raises(DataError, match=reason):
+            demonstration_pipeline(section, tokenizer(), chat_template="none").load()
+
+
 def test_a_share_has_to_leave_rows() -> None:
     with pytest.raises(ConfigError, match=r"data\.holdout"):
         load_train("configs/ppo.yaml", ["data.holdout=1"])

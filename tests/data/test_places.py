@@ -51,6 +51,10 @@ def test_what_looks_like_a_path_is_not_asked_of_the_hub(monkeypatch: pytest.Monk
     for path in ("models/nomodel", "runs/x", "./x", "/x/y", "a/b/c", "x.gguf"):
         assert str(missing_model(path)).startswith("no such file or folder")
     assert "python scripts/get_smollm2.py" in str(missing_model("models/smollm2-135m-instruct"))
+    assert "`rlhf train configs/sft.yaml policy.model=MODEL data.sft.path=ROWS.jsonl` makes it" in str(
+        missing_model("runs/sft")
+    )
+    assert f"there is no models in {tmp_path}" in str(missing_model("models/nomodel"))
 
 
 def test_a_hub_id_is_asked_for_once_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,16 @@ def test_the_best_and_the_worst_alone_and_a_gap(folder: Path) -> None:
     assert [(row["chosen"], row["rejected"]) for row in written(folder / "pairs.jsonl")] == [("good good good", "good")]
 
 
+def test_a_judge_without_any_preference_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["label", str(folder / "completions.jsonl"), "--judge", LONGER, "--out", str(folder / "o.jsonl")]
+    assert main(arguments) == 0
+    assert "nothing to train on" not in capsys.readouterr().out
+    assert main([*arguments, "min_gap=9"]) == 0
+    told = capsys.readouterr().out
+    assert "every pair is a tie, so that there is nothing to train on" in told
+    assert "0 rows written" in told
+
+
 @pytest.mark.parametrize("first", [0.0, 1.0])
 def test_a_judge_that_goes_in_a_circle_has_no_best(folder: Path, first: float) -> None:
     """A beats B beats C beats A, or the reverse: C is not worse than A because the file has it later."""
@@ -416,7 +426,8 @@ def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     arguments = ["label", str(folder / "completions.jsonl"), "--judge", LONGER, "--out", str(folder / "o.jsonl")]
     assert main([*arguments, "write=best_and_worst"]) == 0
     assert "1 rows written to" in capsys.readouterr().out
-    assert main([*arguments, "--judge", "runs/none"]) == 2
+    assert main([*arguments, "--judge", "runs/reward_model"]) == 2
+    assert "judge.source.path: no such file or folder: runs/reward_model. `rlhf reward" in capsys.readouterr().err
     assert main(["label", str(folder / "none.jsonl"), "--judge", LONGER]) == 2
     assert main(["label", str(folder / "completions.jsonl")]) == 2
     assert "judge is missing" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from rlhf.errors import ModelError
+from rlhf.models.backbone import load_causal_lm
 from rlhf.models.logprobs import Sequences
 from rlhf.models.scalar_head import (
     ScalarHeadModel,
@@ -138,6 +139,12 @@ def test_the_backbone_is_the_policys(tmp_path: Path) -> None:
 def test_a_causal_lm_is_no_reward_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not a reward model"):
         load_scalar_head(saved(tiny(), tmp_path), tokenizer(), new_head=None)
+
+
+def test_a_reward_model_is_no_policy(tmp_path: Path, model: ScalarHeadModel) -> None:
+    model.save(tokenizer(), tmp_path / "rm")
+    with pytest.raises(ModelError, match="rm is a reward model: it writes nothing"):
+        load_causal_lm(str(tmp_path / "rm"))
 
 
 def test_two_labels_are_no_score(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from runs import offline, offline_tree
 
 from rlhf.errors import CheckpointError
 from rlhf.tracking.checkpoint import Checkpoints
@@ -169,3 +170,14 @@ def test_evaluation_is_not_in_the_seconds_of_a_step(tmp_path: Path) -> None:
 
     run_to_end(session(tmp_path, budget=purse, evaluate=slow, eval_every=1, checkpoint_every=0))
     assert max(purse.seconds) < 0.2
+
+
+@pytest.mark.parametrize(("epochs", "warmup", "is_told"), [(1, 20, True), (1, 7, False), (None, 20, False)])
+def test_a_warm_up_that_covers_the_epochs_is_noted(
+    tmp_path: Path, epochs: int | None, warmup: int, is_told: bool
+) -> None:
+    schedule = {"epochs": epochs, "steps": None if epochs else 4, "warmup_steps": warmup}
+    run = offline(offline_tree(tmp_path, "dpo", schedule=schedule, eval={"every": 0}))
+    run.session.recorder.close()
+    notes = " ".join(row["text"] for row in run.session.recorder.folder.read_notes())
+    assert ("schedule.warmup_steps=20: it never reaches its peak" in notes) is is_told
