@@ -329,6 +329,15 @@ def test_what_the_page_of_results_says_of_people_s_pairs() -> None:
     assert all(gain[name] < 0.65 * gain["ppo"] for name in ("dpo", "online_dpo", "grpo"))
 
 
+def test_the_limit_on_toxicity() -> None:
+    measured, text = read("detox_lag.json"), " ".join(page("docs/algorithms/safe_rlhf.md").split())
+    told = re.search(r"falls from ([\d.]+) in the first five steps to ([\d.]+) in the last 30 %, (\d+) % above", text)
+    assert told is not None
+    over = 100 * (measured["late_cost"] / measured["limit"] - 1)
+    assert wrong(list(told.groups()), [measured["first_cost"], measured["late_cost"], over]) == []
+    assert over < 10
+
+
 def test_what_is_off_by_default_in_the_lab() -> None:
     text = page("docs/experiments/ppo_details.md").split("## Off by default")[1]
     arms, seen = read("ablate_seeds.json")["arms"], {"ppo"}
