@@ -367,7 +367,7 @@ class OverlapConfig(Section):
     def copies(self) -> int:
         """Return how many copies of the policy's weights sampling ahead may need.
 
-        One step ahead it is the one that samples; else also that of each draw which waits, and of the one before them.
+        One step ahead there is one copy, for sampling. Further ahead each waiting draw has a copy, and two more exist.
         """
         return (1 if self.ahead_steps == 1 else self.ahead_steps + 2) if self.ahead else 0
 

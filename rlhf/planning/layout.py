@@ -330,7 +330,7 @@ class _Planner:
         return Rows(rows=rows, prompts=rows, prompt=prompt, completion=sampling.max_new_tokens)
 
     def longest_row(self, config: OnlineConfig) -> int:
-        """Return the most tokens after a prompt: in an episode those of all its turns."""
+        """Return the largest number of tokens after a prompt; an episode counts the tokens of all turns."""
         budget = config.environment.max_tokens if config.environment is not None else None
         if config.environment is not None and config.environment.max_turns > 1 and budget is None:
             self.notes.append(

@@ -209,7 +209,7 @@ class _Memory:
     def shared_sampler(self, rows: Rows) -> Parts:
         """Return the copy and the cache of steps that are not recorded: the rows of a prompt share it.
 
-        Keys have the width of the residual stream, whose rotations they take, and values that of the keys.
+        Keys and values have the dtype of the residual stream, unless fused kernels read them in 16 bits.
         """
         role = self.layout.roles[0]
         tokens = rows.rows * max(rows.completion - 1, 1) + rows.prompts * rows.prompt
