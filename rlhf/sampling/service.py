@@ -247,6 +247,8 @@ class PolicyService:
         for name in tensors:
             self._exact[name] = tensor_digest(own[name])
             if own[name].dim() == 2:
+                if self.dtype == "bfloat16":  # as the trainer's products see them: small updates are lost there first
+                    own[name].copy_(own[name].bfloat16())
                 own[name].copy_(round_to_int8(own[name]))
 
     def digests(self) -> dict[str, str]:

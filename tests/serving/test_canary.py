@@ -312,6 +312,22 @@ def test_int8_by_hand_and_the_canary_sees_it(tmp_path: Path) -> None:
         assert 1e-3 < push(pool_of("rlhf", url, tmp_path, canary={"bound": 0.5}), policy) < 0.5
 
 
+def test_in_bfloat16_the_server_rounds_what_the_trainer_computes_with(tmp_path: Path) -> None:
+    """An update below bfloat16's precision is in neither: rounded from float32, it would be in the server's weights."""
+    folder = model_folder(tmp_path)
+    model = load_causal_lm(folder)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16().float() * (1 + 2**-10))
+    expected = {
+        name: round_to_int8(weight.bfloat16().float()) if weight.dim() == 2 else weight.clone()
+        for name, weight in pushed_tensors(model).items()
+    }
+    served = PolicyService(model, dtype="bfloat16", device=CPU, weights="int8").model
+    for name, weight in pushed_tensors(served).items():
+        assert torch.equal(weight, expected[name]), name
+
+
 def test_an_adapter_in_8_bits_is_not_compared_by_the_weights_below_it(tmp_path: Path) -> None:
     """Those are never pushed, so no digest of the trainer's is there for them."""
     model = model_folder(tmp_path)
