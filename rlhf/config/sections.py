@@ -211,8 +211,8 @@ def _uncorrected_server(sampling: SamplingConfig, facts: Facts) -> str | None:
     run = facts.run
     if not isinstance(run, OnlineConfig) or not run.algorithm.reads_weights or sampling.backend != "server":
         return None
-    is_corrected = sampling.corrects or run.overlap.ahead
-    return "null" if run.policy.dtype == "bfloat16" and not is_corrected else None
+    is_decided = sampling.correction is not None or run.overlap.ahead  # `none` by name is a decision too
+    return "null" if run.policy.dtype == "bfloat16" and not is_decided else None
 
 
 class SamplingConfig(Section):

@@ -110,6 +110,8 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
      ["algorithm.preset=gspo", "policy.dtype=bfloat16", "sampling.old_log_probs=sampler"],
      ["algorithm.preset=grpo", "policy.dtype=bfloat16", "sampling.old_log_probs=sampler"], UNKNOWN),
     ("server-uncorrected", PPO, [*SERVED, "policy.dtype=bfloat16"],
+     [*SERVED, "policy.dtype=bfloat16", "sampling.correction=none"], UNKNOWN),
+    ("server-uncorrected", PPO, [*SERVED, "policy.dtype=bfloat16"],
      [*SERVED, "policy.dtype=bfloat16", "sampling.correction=token_mask"], UNKNOWN),
     ("server-uncorrected", PPO, [*SERVED, "policy.dtype=bfloat16"],
      [*SERVED, "policy.dtype=bfloat16", "algorithm.preset=online_dpo"], UNKNOWN),
