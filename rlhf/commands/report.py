@@ -38,11 +38,12 @@ def watch_report(path: str, console: Console) -> None:
     """Rewrite the report page of a run while it trains, until it has ended, its process is gone, or Ctrl-C.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: there is no such folder, or no run in it.
     """
     folder = RunFolder(Path(path))
-    if not folder.path.is_dir():
-        raise UserError(f"{path}: no such folder; start the run first, or give its folder (run.out_dir)")
+    if not folder.path.is_dir() or not (folder.config.exists() or is_in_use(folder.path)):
+        problem = "no run is in this folder" if folder.path.is_dir() else "no such folder"
+        raise UserError(f"{path}: {problem}; start the run first, or give its folder (run.out_dir)")
     console.print(Text(f"report  {folder.report}: rewritten every {WATCH_EVERY_S} s; Ctrl-C ends this"), soft_wrap=True)
     try:
         while not _has_ended(folder) and is_in_use(folder.path):

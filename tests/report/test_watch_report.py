@@ -13,6 +13,7 @@ from rich.console import Console
 from rlhf.cli import main
 from rlhf.commands import report
 from rlhf.config.files import COMPARE_CONFIG
+from rlhf.errors import UserError
 from rlhf.tracking.run_folder import FolderLock, is_in_use
 
 HOLD = (
@@ -49,6 +50,11 @@ def test_a_run_that_was_stopped_is_not_watched_for_ever(folder: Path) -> None:
 def test_a_run_that_ended_before_its_planned_steps_is_not_either(folder: Path) -> None:
     (folder / "complete.json").write_text(json.dumps({"step": 1}))
     report.watch_report(str(folder), Console(quiet=True))
+
+
+def test_a_folder_without_a_run_is_not_called_a_stopped_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run is in this folder"):
+        report.watch_report(str(tmp_path), Console(quiet=True))
 
 
 def test_a_run_of_a_living_process_is_watched(folder: Path) -> None:
