@@ -1,4 +1,4 @@
-"""What 8-bit products would give the sampler on a CPU with VNNI: products and a decode step beside float32 and bfloat16.
+"""What 8-bit products would give the sampler on a CPU with VNNI: products and decode steps in three arithmetics.
 
     OMP_NUM_THREADS=1 python benchmarks/int8_products.py --model PATH
 
@@ -15,16 +15,19 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.models.kernels.llama.families import Norm
 from rlhf.sampling.fast.decoder import FusedDecoder, PackedLinear
 from rlhf.sampling.fast.kv_cache import KVCache, prefill
+from rlhf.sampling.service import round_to_int8
 
 RESULT = Path(__file__).resolve().parent / "results" / "int8_products.json"
 SHAPES = {"576 to 1536": (576, 1536), "576 to 49152": (576, 49152), "4096 to 4096": (4096, 4096)}
@@ -105,9 +108,63 @@ def steps(model: torch.nn.Module, rows: int) -> dict[str, Callable[[], object]]:
         slots.advance()
         return lambda: decoder.step(slots, token, position)
 
+    return {name: step_of(make()) for name, make in decoders(model, rows).items()}
+
+
+def decoders(model: torch.nn.Module, rows: int) -> dict[str, Callable[[], FusedDecoder]]:
+    """Return what makes the decoder of each arithmetic, whose weights a rollout begins with copying."""
     size = {"rows": rows, "positions": PROMPT + COLUMNS}
-    runs = {name: step_of(FusedDecoder(model, **size, low=low)) for name, low in LOW.items()}
-    return {**runs, "int8": step_of(Int8Decoder(model, **size, low=None))}
+    makers = {name: partial(FusedDecoder, model, **size, low=low) for name, low in LOW.items()}
+    return {**makers, "int8": partial(Int8Decoder, model, **size, low=None)}
+
+
+ASKED = (
+    "Write a short story about a fox.",
+    "What is photosynthesis?",
+    'Generate a JSON object with exactly these keys: "street" (string), "depth" (integer).',
+    "Give three tips for learning a language.",
+)
+SCALES: dict[str, Callable[[Tensor], Tensor]] = {  # what a scale of activations is taken over
+    "weights and rows": lambda x: x.abs().amax(dim=-1, keepdim=True),
+    "weights and whole products": lambda x: x.abs().max(),
+}
+
+
+def divergences(model: torch.nn.Module, tokenizer: Any) -> dict[str, float]:
+    """Return the mean KL of a token to the exact model, in nats, if weights, or also activations, have 8 bits."""
+    torch.manual_seed(0)
+    texts = []
+    for asked in ASKED:
+        chat: Any = [{"role": "user", "content": asked}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        start = ids["input_ids"]
+        texts.append((model.generate(start, do_sample=True, top_k=0, max_new_tokens=64), start.shape[1]))  # type: ignore[operator]
+
+    def log_probabilities() -> Tensor:
+        return torch.cat([model(ids).logits[0, start - 1 : -1].double().log_softmax(dim=-1) for ids, start in texts])
+
+    exact = log_probabilities()
+    kls: dict[str, float] = {}
+
+    def measure(name: str) -> None:
+        kls[name] = round(float((exact.exp() * (exact - log_probabilities())).sum(dim=-1).mean()), 5)
+
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.copy_(round_to_int8(weight))
+    measure("weights")
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    for name, scale_of in SCALES.items():
+
+        def rounded(_: object, inputs: tuple[Tensor], of: Callable[[Tensor], Tensor] = scale_of) -> tuple[Tensor]:
+            scale = of(inputs[0]) / 127
+            return ((inputs[0] / scale).round() * scale,)
+
+        hooks = [module.register_forward_pre_hook(rounded) for module in linears]
+        measure(name)
+        for hook in hooks:
+            hook.remove()
+    return kls
 
 
 @torch.no_grad()
@@ -123,9 +180,13 @@ def main() -> None:
     for rows in options.rows:
         line = {name: in_turn(products(rows, shape), 5, 7) for name, shape in SHAPES.items()}
         line["step"] = in_turn(steps(model, rows), 3, 7)
+        line["copy of the weights"] = in_turn(dict(decoders(model, rows)), 1, 2)
         results[str(rows)] = line
         sys.stdout.write(f"{rows} rows: {json.dumps(line)}\n")
-    RESULT.write_text(json.dumps({"threads": torch.get_num_threads(), "rows": results}, indent=1) + "\n", "utf-8")
+    kls = divergences(model, AutoTokenizer.from_pretrained(options.model))
+    sys.stdout.write(f"KL to the exact model, nats a token: {json.dumps(kls)}\n")
+    content = {"threads": torch.get_num_threads(), "rows": results, "kl": kls}
+    RESULT.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
