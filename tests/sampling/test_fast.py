@@ -323,6 +323,31 @@ def test_bf16_arithmetic_is_near_the_trainers(lean: bool) -> None:
     assert sampler.uses == ("lean" if lean else "model")
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_an_update_that_bf16_products_lose_is_not_in_the_sampler(adapted: bool) -> None:
+    """Rounded after a norm is folded in, a part of it would be: the sampler would drift from the policy."""
+    model: Any = model_of()
+    if adapted:
+        model = add_lora(model, LoraConfig(r=2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "lora" in name:
+                parameter.add_(torch.rand_like(parameter))
+            elif parameter.dim() == 2:
+                parameter.copy_(parameter.bfloat16())
+    drawn = []
+    for change in (0.0, 2**-10):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "proj" in name and "lora" not in name:
+                    parameter.mul_(1 + change)
+                    assert torch.equal(parameter.bfloat16().float(), parameter) == (change == 0.0)
+        sampler = fast_of(model, config(), dtype="bfloat16")
+        drawn.append(sampler.sample(prompts_of(ROWS), key=KEY, group_size=4))
+        assert sampler.uses == "lean"
+    assert torch.equal(drawn[0].sampler_logprobs, drawn[1].sampler_logprobs)
+
+
 class CacheCasts(TorchDispatchMode):
     """Counts casts of tensors with rows, heads, columns and numbers: keys and values of many tokens."""
 

@@ -218,13 +218,13 @@ class FusedDecoder:
 
     def _convert(self, layer: Layer) -> _Layer:
         query_norm, key_norm = (_norm(head_norm, layer.head_dim) for head_norm in layer.head_norms or (None, None))
-        gate, up = _weights_and_biases(layer.gate_up)
+        gate, up = _weights_and_biases(layer.gate_up, self.low)
         norms = layer.norms
         joined = gate[0].is_cuda  # a CPU computes the activation within the product of the gate
         return _Layer(
             pre_attention_norm=_normalizer(norms.before_attention),
             qkv=self._product(
-                _weights_and_biases(layer.inputs),
+                _weights_and_biases(layer.inputs, self.low),
                 norm=norms.before_attention,
                 scale=1.0 if layer.head_norms else layer.scaling,
             ),
@@ -233,18 +233,18 @@ class FusedDecoder:
             scaling=layer.scaling if layer.head_norms else 1.0,
             window=layer.window,
             rope_kind=layer.rope_kind,
-            out=self._product(_weights_and_biases([layer.output])),
+            out=self._product(_weights_and_biases([layer.output], self.low)),
             post_attention_norm=_norm(norms.after_attention),
             pre_mlp_norm=_normalizer(norms.before_mlp),
             gate=self._product([gate, up] if joined else [gate], norm=norms.before_mlp),
             up=None if joined else self._product([up], norm=norms.before_mlp),
             act=None if layer.activation_name == "silu" else layer.activation,
-            down=self._product(_weights_and_biases([layer.down])),
+            down=self._product(_weights_and_biases([layer.down], self.low)),
             post_mlp_norm=_norm(norms.after_mlp),
         )
 
     def _convert_head(self, plain: Any) -> tuple[RmsNorm, PackedLinear]:
-        norm = norm_of(plain.model.norm)
+        norm = norm_of(plain.model.norm)  # the head's own product is in float32 unless policy.head_dtype says otherwise
         return _normalizer(norm), self._product(_weights_and_biases([Projection(plain.lm_head)]), norm=norm)
 
     def step(self, slots: StepCache, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
@@ -344,12 +344,18 @@ def _is_linear(module: Any) -> bool:
     return not any(module.use_dora.values()) and not module.disable_adapters and not any(module.lora_bias.values())
 
 
-def _weight(module: Any) -> Tensor:
-    """Return the module's weight, in float32 with the active adapters added where it has some."""
-    if is_linear(module):
-        weight: Tensor = module.weight.detach()  # not widened here: an LM head is large
+def _weight(module: Any, low: torch.dtype | None) -> Tensor:
+    """Return the module's weight, in float32 with the active adapters added where it has some.
+
+    The weight itself is rounded to `low`, as the model's own products see it under autocast. Rounded only after a norm
+    is folded in, it would have small updates that the model's products lose, and the sampler drift from the policy.
+    """
+    linear = module if is_linear(module) else module.base_layer
+    weight: Tensor = linear.weight.detach()  # not widened here: an LM head is large
+    weight = weight if low is None else weight.to(low)
+    if linear is module:
         return weight
-    weight = _wide(module.base_layer.weight.detach())
+    weight = _wide(weight)
     for name in () if module.merged else module.active_adapters:
         if name in module.lora_A:
             weight = weight + module.get_delta_weight(name).detach()
@@ -360,11 +366,11 @@ def _wide(weight: Tensor) -> Tensor:
     return weight.float() if weight.dtype in HALF_DTYPES else weight
 
 
-def _weights_and_biases(projections: Sequence[Projection]) -> list[_WeightAndBias]:
+def _weights_and_biases(projections: Sequence[Projection], low: torch.dtype | None = None) -> list[_WeightAndBias]:
     """Return the weight and bias of every part; the parts of a weight that joins several are views of its rows."""
     parts: list[_WeightAndBias] = []
     for projection in projections:
-        weights, bias = projection.split(_weight(projection.module)), projection.linear.bias
+        weights, bias = projection.split(_weight(projection.module, low)), projection.linear.bias
         biases = [None] * len(weights) if bias is None else projection.split(bias.detach())
         parts += zip(weights, biases, strict=True)
     return parts
