@@ -6,13 +6,13 @@ import ast
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from sources import PRODUCT, ROOT, nodes_in, nodes_of
 
-ROOT = Path(__file__).resolve().parents[1]
 LINTER = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
 
 # Who may import these; nobody else. The upper half of rlhf meets a reward model as a RewardSource only.
@@ -55,9 +55,9 @@ def inside(name: str, roots: set[str]) -> bool:
     return any(name == root or name.startswith(root + ".") for root in roots)
 
 
-def imports(tree: ast.Module, module: str, *, package: bool = False) -> Iterator[str]:
-    """The dotted names that `tree`, parsed from `module`, imports: `from a.b import c` is `a.b.c`."""
-    for node in ast.walk(tree):
+def imports(nodes: Iterable[ast.AST], module: str, *, package: bool = False) -> Iterator[str]:
+    """The dotted names that `module`, of these nodes, imports: `from a.b import c` is `a.b.c`."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -78,20 +78,19 @@ def called(node: ast.Call) -> str:
     return ""
 
 
-def trainers_read(tree: ast.Module) -> set[str]:
-    """The dotted names of TRAINERS that are read in `tree`."""
+def trainers_read(nodes: Iterable[ast.AST]) -> set[str]:
+    """The dotted names of TRAINERS that are read among them."""
     last = {name.rpartition(".")[2] for name in TRAINERS}
-    read = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in last)
+    read = (node for node in nodes if isinstance(node, ast.Attribute) and node.attr in last)
     return TRAINERS & {ast.unparse(node) for node in read}
 
 
 def modules() -> dict[str, Path]:
     """Every module of both packages, by dotted name."""
     paths = {}
-    for package in ("rlhf", "reward_model"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for path in PRODUCT:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return paths
 
 
@@ -99,16 +98,10 @@ MODULES = modules()
 
 
 @cache
-def trees() -> dict[str, ast.Module]:
-    """Every module, parsed."""
-    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
-
-
-@cache
 def imported() -> dict[str, set[str]]:
     """What every module imports."""
     packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
-    return {name: set(imports(tree, name, package=name in packages)) for name, tree in trees().items()}
+    return {name: set(imports(nodes_of(path), name, package=name in packages)) for name, path in MODULES.items()}
 
 
 def rows() -> set[str]:
@@ -132,7 +125,7 @@ def late():
     import deepspeed
     return importlib.import_module("vllm")
 """
-    assert set(imports(ast.parse(source), "rlhf.algo.objective")) == {
+    assert set(imports(nodes_in(source), "rlhf.algo.objective")) == {
         "torch.nn",
         "rlhf.factory",
         "rlhf.algo.kl",
@@ -141,8 +134,8 @@ def late():
         "deepspeed",
         "vllm",
     }
-    assert set(imports(ast.parse("from .kl import k1"), "rlhf.algo", package=True)) == {"rlhf.algo.kl.k1"}
-    assert trainers_read(ast.parse("trainer = transformers.Trainer(model)")) == {"transformers.Trainer"}
+    assert set(imports(nodes_in("from .kl import k1"), "rlhf.algo", package=True)) == {"rlhf.algo.kl.k1"}
+    assert trainers_read(nodes_in("trainer = transformers.Trainer(model)")) == {"transformers.Trainer"}
 
 
 def test_both_packages_are_read() -> None:
@@ -200,7 +193,7 @@ def test_only_some_import(library: str) -> None:
 
 
 def test_no_trainer_but_ours() -> None:
-    wrong = [name for name, tree in trees().items() if TRAINERS & imported()[name] or trainers_read(tree)]
+    wrong = [m for m, path in MODULES.items() if TRAINERS & imported()[m] or trainers_read(nodes_of(path))]
     assert wrong == []
 
 
@@ -235,8 +228,8 @@ def test_errors_are_caught_by_name() -> None:
     answers with any error of a grader; reading pushed weights, which a server that fails half way answers for.
     """
     wrong = []
-    for name, tree in trees().items():
-        for node in ast.walk(tree):
+    for name, path in MODULES.items():
+        for node in nodes_of(path):
             if isinstance(node, ast.ExceptHandler) and node.type is not None and not passes_on(node):
                 caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
                 if {ast.unparse(kind) for kind in caught} & {"Exception", "BaseException"}:

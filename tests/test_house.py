@@ -5,15 +5,11 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable
 
 import pytest
+from sources import FILES, PRODUCT, ROOT, nodes_in, nodes_of
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("rlhf", "reward_model", "scripts", "benchmarks")
-FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-PRODUCT = [path for path in FILES if path.relative_to(ROOT).parts[0] in ("rlhf", "reward_model")]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 VERBS = frozenset(
     """
@@ -34,12 +30,6 @@ VERBS = frozenset(
 SAYS_NOTHING = {"found", "held", "said"}  # names for "what I have here"
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
 def first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     return (ast.get_docstring(function) or "").split("\n")[0]
 
@@ -48,16 +38,17 @@ def test_docstrings_of_functions_are_sentences_that_begin_with_a_verb() -> None:
     lines = [
         (f"{path.relative_to(ROOT)}: {function.name}", first_line(function))
         for path in FILES
-        for function in functions(ast.parse(path.read_text(encoding="utf-8")))
+        for function in nodes_of(path)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     wrong = {name: line for name, line in lines if line and line.split()[0].strip(",.:;").lower() not in VERBS}
     assert wrong == {}, "begin with a verb in its base form; a new verb goes into VERBS"
 
 
-def names_in(source: str) -> set[str]:
+def names_in(nodes: Iterable[ast.AST]) -> set[str]:
     """Every variable, argument, attribute and function that a file names."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         match node:
             case ast.Name(id=name) | ast.arg(arg=name) | ast.Attribute(attr=name) | ast.FunctionDef(name=name):
                 names.add(name)
@@ -67,7 +58,7 @@ def names_in(source: str) -> set[str]:
 def test_names_say_what_they_hold() -> None:
     sources = {path: path.read_text(encoding="utf-8") for path in [*FILES, *TESTS]}
     suspects = [path for path, source in sources.items() if any(name in source for name in SAYS_NOTHING)]
-    wrong = {str(path.relative_to(ROOT)): names_in(sources[path]) & SAYS_NOTHING for path in suspects}
+    wrong = {str(path.relative_to(ROOT)): names_in(nodes_of(path)) & SAYS_NOTHING for path in suspects}
     assert {path: names for path, names in wrong.items() if names} == {}, "name what it is: metrics, output, rows"
 
 
@@ -75,7 +66,7 @@ def test_names_say_what_they_hold() -> None:
     "source", ["found = 1", "print(held)", "def f(said): ...", "f = lambda found: 1", "run.said", "def said(): ..."]
 )
 def test_a_name_that_says_nothing_would_be_noticed(source: str) -> None:
-    assert names_in(source) & SAYS_NOTHING
+    assert names_in(nodes_in(source)) & SAYS_NOTHING
 
 
 def test_every_package_says_what_is_in_it() -> None:
@@ -90,19 +81,19 @@ RAISED = re.compile(r"^\s+([A-Z]\w+): ", re.MULTILINE)
 NOT_OURS = {"except", "datasets", "Dataset", *dir(builtins)}  # a keyword, and names of packages and of Python
 
 
-def docstrings(tree: ast.AST) -> list[ast.Constant]:
+def docstrings(nodes: Iterable[ast.AST]) -> list[ast.Constant]:
     """Every string that documents a module, class, function or field."""
-    bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    bodies = [node.body for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
     statements = [statement for body in bodies for statement in body if isinstance(statement, ast.Expr)]
     values = [statement.value for statement in statements if isinstance(statement.value, ast.Constant)]
     return [value for value in values if isinstance(value.value, str)]
 
 
-def words_of_code(tree: ast.AST) -> set[str]:
+def words_of_code(nodes: Iterable[ast.AST]) -> set[str]:
     """Every identifier of a file, and every word of its strings but those of docstrings."""
-    documentation = {id(node) for node in docstrings(tree)}
+    documentation = {id(node) for node in docstrings(nodes)}
     words: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         for field in ("id", "attr", "arg", "name"):
             if isinstance(value := getattr(node, field, None), str):
                 words.update(value.split("."))
@@ -111,10 +102,10 @@ def words_of_code(tree: ast.AST) -> set[str]:
     return words
 
 
-def definitions(tree: ast.AST) -> set[str]:
+def definitions(nodes: Iterable[ast.AST]) -> set[str]:
     """The functions, classes, fields and constants that a file defines, and its strings that are names, as of keys."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
                 names.add(name)
@@ -134,14 +125,14 @@ def unknown_names(text: str, words: set[str]) -> list[str]:
 
 
 def test_names_in_docstrings_exist() -> None:
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PRODUCT}
-    defined = set().union(*map(definitions, trees.values())) | {
-        part for path in trees for part in path.with_suffix("").parts
+    defined = set().union(*(definitions(nodes_of(path)) for path in PRODUCT)) | {
+        part for path in PRODUCT for part in path.with_suffix("").parts
     }
     missing = {}
-    for path, tree in trees.items():
-        unknown = {name for node in docstrings(tree) for name in unknown_names(str(node.value), defined)}
-        missing[path] = unknown - words_of_code(tree) if unknown else unknown
+    for path in PRODUCT:
+        nodes = nodes_of(path)
+        unknown = {name for node in docstrings(nodes) for name in unknown_names(str(node.value), defined)}
+        missing[path] = unknown - words_of_code(nodes) if unknown else unknown
     assert {str(path.relative_to(ROOT)): names for path, names in missing.items() if names} == {}
 
 

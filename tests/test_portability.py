@@ -11,19 +11,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from sources import PRODUCT, ROOT, nodes_in, nodes_of
 
 from rlhf.comparison import scheduler
 from rlhf.rewards.function import TimeLimitExceeded, run_with_timeout
 from rlhf.runtime import memory
 from rlhf.tracking import checkpoint
 from rlhf.tracking.checkpoint import Checkpoints, find_damage
-
-ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted(path for package in ("rlhf", "reward_model") for path in (ROOT / package).rglob("*.py"))
 
 MODULES = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "readline", "_posixshmem")
 NAMES = {
@@ -118,7 +116,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-NAMES_TO_IMPORT = [name for name in map(module_of, FILES) if name not in LINUX_ONLY]
+NAMES_TO_IMPORT = [name for name in map(module_of, PRODUCT) if name not in LINUX_ONLY]
 
 
 @pytest.fixture(scope="module")
@@ -172,11 +170,12 @@ def test_every_module_can_be_imported_without_what_windows_lacks(imports: subpro
     assert set(NAMES_TO_IMPORT) - imported <= OF_AN_EXTRA, "only modules of an extra not installed may be left out"
 
 
-def posix_only(source: str) -> Iterator[str]:
-    """Yield the names in `source` that only POSIX has, and the imports of modules that only POSIX has."""
+def posix_only(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the names in a file that only POSIX has, and the imports of modules that only POSIX has."""
     own = {f"{module}.{name}" for module, names in NAMES.items() for name in names.split()}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in own:
+    last = {name.rpartition(".")[2] for name in own}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node.attr in last and ast.unparse(node) in own:
             yield ast.unparse(node)
         elif isinstance(node, ast.Import):
             yield from (f"import {alias.name}" for alias in node.names if alias.name in MODULES)
@@ -186,7 +185,7 @@ def posix_only(source: str) -> Iterator[str]:
 
 
 def test_what_only_posix_has_is_used_where_there_is_a_fallback() -> None:
-    used = {(path.name, name) for path in FILES for name in posix_only(path.read_text(encoding="utf-8"))}
+    used = {(path.name, name) for path in PRODUCT for name in posix_only(nodes_of(path))}
     assert used == WITH_A_FALLBACK
 
 
@@ -195,7 +194,7 @@ def test_what_only_posix_has_is_used_where_there_is_a_fallback() -> None:
     ["import os\nos.fork()", "import fcntl", "from signal import SIGKILL", "from fcntl import flock", "signal.SIGHUP"],
 )
 def test_such_a_name_would_be_noticed(source: str) -> None:
-    assert list(posix_only(source))
+    assert list(posix_only(nodes_in(source)))
 
 
 def test_without_a_timer_signal_a_thread_keeps_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

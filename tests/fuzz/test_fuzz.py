@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fuzz_cases import CONFIGURATION, DATA_FILE, check_configuration, check_data_file
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from made_tokenizers import CHATML, byte_tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +21,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return made
 
 
+@example(case=(b"arms: {a: !!binary gA==}", []))  # 80 draws met such bytes, the first 40 do not
 @given(case=CONFIGURATION)
 @settings(FEW, max_examples=40)
 def test_any_configuration(case: Any, tmp_path: Path) -> None:
