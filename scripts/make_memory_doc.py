@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
+
+from doc_links import fill_template  # noqa: E402
 
 from rlhf.config.files import merge  # noqa: E402
 from rlhf.config.load import reward_model_config, train_config  # noqa: E402
@@ -17,7 +19,6 @@ from rlhf.planning.layout import Lengths, RunConfiguration  # noqa: E402
 from rlhf.planning.plan import Machine, make_plan  # noqa: E402
 
 PAGE = ROOT / "docs" / "memory.md"
-TEMPLATE = ROOT / "scripts" / "templates" / "memory.md"
 RESULT = ROOT / "benchmarks" / "results" / "plan.json"
 GPU_RESULT = ROOT / "benchmarks" / "results" / "plan_h200.json"
 MODELS = {
@@ -115,21 +116,18 @@ def measured_on_a_gpu() -> Iterator[str]:
 
 def page() -> str:
     """Build the Markdown of docs/memory.md."""
-    text = TEMPLATE.read_text(encoding="utf-8")
     validated = json.loads(RESULT.read_text(encoding="utf-8"))["validated"]
     on_gpu = json.loads(GPU_RESULT.read_text(encoding="utf-8"))["runs"]
-    values = {
-        "gpu_measured": "\n".join(measured_on_a_gpu()),
-        "gpu_runs": str(len(on_gpu)),
-        "gpu_within": str(sum(abs(row["error"]) <= 0.1 for row in on_gpu)),
-        "rows": "\n".join(rows()),
-        "measured": "\n".join(measured()),
-        "runs": str(len(validated)),
-        "within": str(sum(abs(row["error"]) <= 0.1 for row in validated)),
-    }
-    for name, value in values.items():
-        text = text.replace(f"{{{{{name}}}}}", value)
-    return text
+    return fill_template(
+        "memory.md",
+        gpu_measured=measured_on_a_gpu(),
+        gpu_runs=[str(len(on_gpu))],
+        gpu_within=[str(sum(abs(row["error"]) <= 0.1 for row in on_gpu))],
+        rows=rows(),
+        measured=measured(),
+        runs=[str(len(validated))],
+        within=[str(sum(abs(row["error"]) <= 0.1 for row in validated))],
+    )
 
 
 if __name__ == "__main__":

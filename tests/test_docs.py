@@ -9,6 +9,8 @@ import pkgutil
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -94,6 +96,13 @@ def test_made_pages_are_up_to_date(name: str) -> None:
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == runpy.run_path(str(script))["page"](), (
         f"docs/{name} is out of date: run python scripts/{MADE[name]}"
     )
+
+
+def test_the_command_on_the_page_of_models_finds_what_it_imports() -> None:
+    """In a process of its own: this one has the folder of the tests on its path."""
+    script = ROOT / "scripts" / MADE["models.md"]
+    code = f"import runpy; runpy.run_path({str(script)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 # Commands

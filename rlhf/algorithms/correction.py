@@ -92,6 +92,11 @@ class NoCorrection(Correction):
 class CappedCorrection(Correction):
     """A correction by ratios, of which those above a cap are truncated or masked."""
 
+    by_sequence: ClassVar[bool]
+    """Whether the ratio is that of a whole completion, at each of its tokens, and not of each token."""
+    masks: ClassVar[bool]
+    """Whether what exceeds the cap gets the weight 0, and not the cap."""
+
     cap: Cap = 3.0
     """Largest weight of a token or of a completion."""
 
@@ -99,17 +104,17 @@ class CappedCorrection(Correction):
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
         """Compute the ratios pi_old / sampler; 1 outside the mask."""
-        raise NotImplementedError
+        from rlhf.algo.correction import sequence_ratios, token_ratios
 
-    def limit(self, ratios: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Compute the weights from the ratios."""
-        raise NotImplementedError
+        return (sequence_ratios if self.by_sequence else token_ratios)(logprobs, sampler_logprobs, mask)
 
     def weigh(
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
         """Compute the limited ratios."""
-        return self.limit(self.ratios(logprobs, sampler_logprobs, mask))
+        from rlhf.algo.correction import masked_above, truncated
+
+        return (masked_above if self.masks else truncated)(self.ratios(logprobs, sampler_logprobs, mask), self.cap)
 
     def is_capped(
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
@@ -118,73 +123,37 @@ class CappedCorrection(Correction):
         return self.ratios(logprobs, sampler_logprobs, mask) > self.cap
 
 
-class TokenCorrection(CappedCorrection):
-    """A correction by the ratio of each token."""
-
-    def ratios(
-        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-    ) -> Float[Tensor, "B T"]:
-        """Compute the ratio of every token."""
-        from rlhf.algo.correction import token_ratios
-
-        return token_ratios(logprobs, sampler_logprobs, mask)
-
-
-class SequenceCorrection(CappedCorrection):
-    """A correction by the ratio of each completion, the product over its tokens."""
-
-    def ratios(
-        self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-    ) -> Float[Tensor, "B T"]:
-        """Compute the ratio of every completion, at each of its tokens."""
-        from rlhf.algo.correction import sequence_ratios
-
-        return sequence_ratios(logprobs, sampler_logprobs, mask)
-
-
-class TokenTruncate(TokenCorrection):
+class TokenTruncate(CappedCorrection):
     """Weight each token by its ratio, at most the cap: low variance, some bias (IMPALA, Espeholt et al. 2018)."""
+
+    by_sequence: ClassVar[bool] = False
+    masks: ClassVar[bool] = False
 
     type: Literal["token_truncate"] = "token_truncate"
 
-    def limit(self, ratios: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Compute min(ratio, cap)."""
-        from rlhf.algo.correction import truncated
 
-        return truncated(ratios, self.cap)
-
-
-class TokenMask(TokenCorrection):
+class TokenMask(CappedCorrection):
     """Weight each token by its ratio, and leave out tokens whose ratio exceeds the cap."""
+
+    by_sequence: ClassVar[bool] = False
+    masks: ClassVar[bool] = True
 
     type: Literal["token_mask"] = "token_mask"
 
-    def limit(self, ratios: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Compute the ratio, 0 above the cap."""
-        from rlhf.algo.correction import masked_above
 
-        return masked_above(ratios, self.cap)
-
-
-class SequenceTruncate(SequenceCorrection):
+class SequenceTruncate(CappedCorrection):
     """Weight each completion by its ratio, at most the cap: unbiased below the cap, more variance."""
+
+    by_sequence: ClassVar[bool] = True
+    masks: ClassVar[bool] = False
 
     type: Literal["sequence_truncate"] = "sequence_truncate"
 
-    def limit(self, ratios: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Compute min(product of the ratios, cap)."""
-        from rlhf.algo.correction import truncated
 
-        return truncated(ratios, self.cap)
-
-
-class SequenceMask(SequenceCorrection):
+class SequenceMask(CappedCorrection):
     """Weight each completion by its ratio, and leave out completions whose ratio exceeds the cap (TRL's default)."""
 
+    by_sequence: ClassVar[bool] = True
+    masks: ClassVar[bool] = True
+
     type: Literal["sequence_mask"] = "sequence_mask"
-
-    def limit(self, ratios: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Compute the product of the ratios, 0 above the cap."""
-        from rlhf.algo.correction import masked_above
-
-        return masked_above(ratios, self.cap)

@@ -63,7 +63,8 @@ def write_compare_page(
         cells: what each cell's folder contains.
     """
     configs = {name: plan.of(name)[0].config.train for name, arm in results.arms.items() if arm.type == "train"}
-    caveats = [*notes(results), *tuning_notes(results), *parallel_note(plan.config.jobs), *_rounded(cells)]
+    caveats = [*notes(results), *tuning_notes(results), *parallel_note(plan.config.jobs)]
+    caveats += rounding_warnings({result.cell.label: result.cell.run_folder for result in cells})
     caveats += few_prompts_note({name: arm.eval_prompts for name, arm in results.arms.items()}, results.prompts)
     return write_page(
         plan.folder / REPORT,
@@ -94,11 +95,6 @@ def write_compare_page(
             name: yaml.safe_dump(redact(dump(config)), sort_keys=False, width=88) for name, config in configs.items()
         },
     )
-
-
-def _rounded(cells: Sequence[CellResult]) -> list[str]:
-    """List the cells whose judged weights have lost their training to rounding."""
-    return rounding_warnings({result.cell.label: result.cell.run_folder for result in cells})
 
 
 def chips(results: ComparisonResults, drawn: Mapping[str, Style]) -> list[Style]:
@@ -413,18 +409,14 @@ def differences(configs: Mapping[str, TrainConfig]) -> dict[str, dict[str, Any]]
     An arm has no value for the keys of a section that it does not read.
     """
     settings_of = {arm: _settings_read(config) for arm, config in configs.items()}
-    keys = dict.fromkeys(key for config in configs.values() for key in _settings_set(config))
+    given = [flatten(config.model_dump(mode="json", exclude_unset=True)) for config in configs.values()]
+    keys = dict.fromkeys(key for settings in given for key in settings)
     missing = object()
     return {
         key: {arm: settings[key] for arm, settings in settings_of.items() if key in settings}
         for key in keys
         if key not in PER_CELL_KEYS and len({repr(settings.get(key, missing)) for settings in settings_of.values()}) > 1
     }
-
-
-def _settings_set(config: TrainConfig) -> dict[str, object]:
-    """Return the keys that the files or a preset set."""
-    return flatten(config.model_dump(mode="json", exclude_unset=True))
 
 
 def _settings_read(config: TrainConfig) -> dict[str, object]:

@@ -58,15 +58,11 @@ def verdict(results: ComparisonResults) -> str:
     return f"{first} {_second(results, best, [arm for arm in trained if arm != best])}"
 
 
-def _seeds_done(arm: ArmResult) -> int:
-    """Count the seeds that an arm has finished."""
-    return sum(cell.status == "done" for cell in arm.seeds)
-
-
 def _seeds_if_partial(results: ComparisonResults, arm: str) -> str:
     """Return in brackets how many seeds an arm has finished; empty where it has finished all."""
-    done, all_seeds = _seeds_done(results.arms[arm]), len(results.arms[arm].seeds)
-    return "" if done == all_seeds else f" ({done} of {all_seeds} seeds)"
+    seeds = results.arms[arm].seeds
+    done = sum(cell.status == "done" for cell in seeds)
+    return "" if done == len(seeds) else f" ({done} of {len(seeds)} seeds)"
 
 
 def _as_written(results: ComparisonResults, arm: str) -> str:

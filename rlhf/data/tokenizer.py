@@ -498,7 +498,7 @@ class Encoder:
         if ids and ids[-1] in (self.special_ids if rendered.templated else self.stop_ids):
             return ids
         # Without a prompt, a BOS spelled out at the start of the text is dropped: the prompt ids are that BOS already.
-        return self._append_eos(ids if rendered.prompt or rendered.templated else self._remove_prefix(ids))
+        return self._append_eos(ids if rendered.prompt or rendered.templated else ids[self.head(ids) :])
 
     def text(self, text: str) -> list[int]:
         """Encode a text as it is, without the tokenizer's special tokens around it."""
@@ -539,9 +539,6 @@ class Encoder:
 
     def _add_prefix(self, ids: list[int]) -> list[int]:
         return ids if self.prefix and self.head(ids) else [*self.prefix, *ids]
-
-    def _remove_prefix(self, ids: list[int]) -> list[int]:
-        return ids[self.head(ids) :]
 
     def _append_eos(self, ids: list[int]) -> list[int]:
         if self.eos_id not in ids:

@@ -240,15 +240,15 @@ def _outputs(
     )
 
 
-def _in_float32(plain: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    return in_float32(plain)(hidden)
-
-
 def completion_logits(
     model: CausalLM, sequences: Sequences, length: int, *, with_hidden: bool = False, float32_head: bool = False
 ) -> tuple[Float[Tensor, "B T V"], Float[Tensor, "B T D"] | None]:
     """Compute the logits that predict the last `length` tokens and, on request, the hidden states behind them."""
-    with intercept_head(output_head(model), _in_float32) if float32_head else nullcontext():
+    with (
+        intercept_head(output_head(model), lambda plain, states: in_float32(plain)(states))
+        if float32_head
+        else nullcontext()
+    ):
         outputs = model(**sequences.inputs(), logits_to_keep=length + 1, output_hidden_states=with_hidden)
     logits = outputs.logits[:, -length - 1 : -1]
     return logits, outputs.hidden_states[-1][:, -length - 1 : -1] if with_hidden else None

@@ -125,11 +125,6 @@ def _band(series: Series) -> Json:
     return {**band, "showlegend": False, "hoverinfo": "skip"}
 
 
-PREDICTED = ("predicted", "mean_predicted", "expected", "confidence", "mean_confidence", "probability")
-OBSERVED = ("observed", "mean_observed", "accuracy", "fraction", "frequency", "share")
-COUNT = ("count", "n", "pairs", "size")
-
-
 @dataclass(frozen=True)
 class Table:
     """A table; the first column names the row."""
@@ -156,20 +151,10 @@ def card_tables(card: Mapping[str, Any], title: str = "") -> list[Table]:
     return tables
 
 
-def calibration_bins(card: Mapping[str, Any]) -> list[tuple[float, float, float | None]]:
-    """Return (predicted, observed, count) of each bin under `calibration`, sorted by prediction; empty without bins."""
-    rows = card.get("calibration")
-    if isinstance(rows, Mapping):
-        rows = next((value for value in rows.values() if isinstance(value, list)), None)
-    if not isinstance(rows, list):
-        return []
-    bins = []
-    for row in rows:
-        if isinstance(row, Mapping):
-            predicted, observed = _first_number(row, PREDICTED), _first_number(row, OBSERVED)
-            if predicted is not None and observed is not None:
-                bins.append((predicted, observed, _first_number(row, COUNT)))
-    return sorted(bins, key=lambda entry: entry[0])
+def calibration_bins(card: Mapping[str, Any]) -> list[tuple[float, float, int]]:
+    """Return predicted and observed share and the number of pairs of each bin; empty for a card without bins."""
+    bins = card.get("calibration", {}).get("bins", ())
+    return [(row["predicted"], row["observed"], row["n"]) for row in bins]
 
 
 CARD_WORDS = {
@@ -207,15 +192,6 @@ def _is_scalar(value: object) -> bool:
     return plain_list or not isinstance(value, Mapping | list)
 
 
-def _first_number(row: Mapping[str, Any], names: Sequence[str]) -> float | None:
-    """Return the first of the named values that is a number; None without one."""
-    for name in names:
-        value = row.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    return None
-
-
 def alarm_table(lines: Sequence[Mapping[str, Any]]) -> Table | None:
     """Build the table of the alarms that went off; None where there were none."""
     rows = [
@@ -236,9 +212,8 @@ def alarm_table(lines: Sequence[Mapping[str, Any]]) -> Table | None:
 
 
 def _reading(line: Mapping[str, Any]) -> str:
-    """Describe what an alarm saw: what the value is (older versions wrote the metric alone), the value, its limit."""
-    value, limit = _shown(line.get("value")), _shown(line.get("limit"))
-    return f"{line.get('reads', line.get('metric'))} {value} (limit {limit})"
+    """Describe what an alarm saw: what the value is, the value, its limit."""
+    return f"{line['reads']} {_shown(line['value'])} (limit {_shown(line['limit'])})"
 
 
 def _shown(value: Any) -> str:
@@ -549,14 +524,12 @@ def timing_chart(timings: Sequence[Mapping[str, Any]], phases: Sequence[str]) ->
     return Chart("timings", title, Axis("step"), Axis(unit="s"), bars)
 
 
-def calibration_chart(bins: Sequence[tuple[float, float, float | None]]) -> Chart:
+def calibration_chart(bins: Sequence[tuple[float, float, int]]) -> Chart:
     """Build the calibration chart: predicted against observed share of pairs won, and the ideal diagonal."""
-    sizes = [count or 0.0 for _, _, count in bins]
-    largest = max(sizes, default=0.0)
-    markers = [6 + 14 * math.sqrt(size / largest) if largest else 8 for size in sizes]
-    predicted, observed = [p for p, _, _ in bins], [o for _, o, _ in bins]
-    low = min(0.5, *predicted, *observed) if bins else 0.0
-    texts = [f"{size:g} pairs" for size in sizes] if largest else ()
+    predicted, observed, sizes = zip(*bins, strict=True)
+    markers = [6 + 14 * math.sqrt(size / max(sizes)) for size in sizes]
+    low = min(0.5, *predicted, *observed)
+    texts = [f"{size:g} pairs" for size in sizes]
     model = Series("this model", "s1", predicted, observed, size=markers, texts=texts)
     x, y = Axis("predicted probability"), Axis("observed share", "share")
     return Chart("calibration", "Calibration", x, y, [_ideal("calibrated", [low, 1], [low, 1]), model])

@@ -279,7 +279,8 @@ def _tile(record: Record, info: MetricInfo, label: str) -> Tile | None:
     """Build the tile of a metric: a counter's last value, a held-out metric's change, another's mean at the end."""
     points = record.points(info.name)
     if info.unit == "count":
-        return _count_tile(points, label)
+        moved = any(value for _, value in points)
+        return Tile(label, format_value(round(points[-1][1]))) if moved else None
     if info.name.startswith("eval/"):
         return _before_after_tile(points, label)
     if not points:
@@ -292,11 +293,6 @@ def _before_after_tile(points: Sequence[tuple[int, float]], label: str) -> Tile 
     if not points:
         return None
     return Tile(label, format_value(points[-1][1]), f"from {format_value(points[0][1])}" if len(points) > 1 else "")
-
-
-def _count_tile(points: Sequence[tuple[int, float]], label: str) -> Tile | None:
-    """Build a tile with the last value of a counter; None where it stayed zero."""
-    return Tile(label, format_value(round(points[-1][1]))) if any(value for _, value in points) else None
 
 
 def _kl_tiles(record: Record) -> list[Tile | None]:
@@ -450,8 +446,8 @@ def write_report(run_dir: Path, *, refresh_s: int | None = None) -> Path:
         timing=timing,
         alarms=alarm_table(record.alarms),
         notes=_unique([*_nonfinite_notes(record), *record.notes]),
-        glossary=_glossary(record, table),
-        config=_config_text(record),
+        glossary=[table.get(name, MetricInfo(name, "", "not in the table of metrics")) for name in record.series],
+        config=yaml.safe_dump(record.config, sort_keys=False, allow_unicode=True, width=88) if record.config else "",
     )
 
 
@@ -521,13 +517,3 @@ def _unique(notes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for note in notes:
         first.setdefault(note.get("text"), note)
     return list(first.values())
-
-
-def _glossary(record: Record, table: Mapping[str, MetricInfo]) -> list[MetricInfo]:
-    """Return the description of every metric of the run."""
-    return [table.get(name, MetricInfo(name, "", "not in the table of metrics")) for name in record.series]
-
-
-def _config_text(record: Record) -> str:
-    """Return the configuration of the run as YAML."""
-    return yaml.safe_dump(record.config, sort_keys=False, allow_unicode=True, width=88) if record.config else ""

@@ -19,7 +19,6 @@ from rlhf.errors import UserError
 from rlhf.report.charts import (
     GROUPS,
     Series,
-    calibration_bins,
     card_tables,
     chart_groups,
     decimate,
@@ -281,14 +280,12 @@ def test_verdict_names_the_best_checkpoint_where_it_is_not_the_last(restore: boo
 
 
 def test_the_page_says_what_the_value_of_an_alarm_is(tmp_path: Path) -> None:
-    line = {**STOP, "metric": "kl/reference", "value": 2.0, "limit": 0.5}
+    seen = {"metric": "kl/reference", "reads": "kl/reference per token", "value": 2.0, "limit": 0.5}
     path = run_folder(tmp_path / "run", [{"step": 3, "kl/reference": 12.0}])
     with JsonlLogger(RunFolder(path).alarms) as log:
-        log.log({**line, "reads": "kl/reference per token"})
-        log.log(line)  # of an older version
+        log.log({**STOP, **seen})
     texts = page_of(path).texts
     assert "kl/reference per token 2.00 (limit 0.50)" in texts
-    assert "kl/reference 2.00 (limit 0.50)" in texts
 
 
 def test_a_run_that_only_its_budget_ends_is_not_called_unfinished() -> None:
@@ -513,7 +510,7 @@ def test_a_reward_model_run_shows_its_card(tmp_path: Path) -> None:
         "accuracy": 0.74,
         "baselines": {"longer_wins": {"accuracy": 0.55}, "bag_of_words": {"accuracy": 0.66}},
         "by_margin": [{"from": 1, "to": 2, "accuracy": 0.61}, {"from": 2, "to": None, "accuracy": 0.9}],
-        "calibration": {"error": 0.02, "bins": [{"predicted": 0.9, "observed": 0.8, "count": 5}]},
+        "calibration": {"error": 0.02, "bins": [{"predicted": 0.9, "observed": 0.8, "n": 5}]},
         "length": {"correlation": 0.12},
     }
     page = page_of(run_folder(tmp_path, [{"step": 1, "rm/accuracy": 0.7, "eval/rm_accuracy": 0.6}], card=card))
@@ -538,23 +535,6 @@ def test_card_tables_follow_the_nesting() -> None:
         "Deep": (["", "value"], [["k", 1]]),
         "Deep · rows": (["x"], [[1]]),
     }
-
-
-@pytest.mark.parametrize(
-    "calibration, expected",
-    [
-        (
-            [{"confidence": 0.9, "accuracy": 0.8, "n": 3}, {"confidence": 0.6, "accuracy": 0.5}],
-            [(0.6, 0.5, None), (0.9, 0.8, 3.0)],
-        ),
-        ({"ece": 0.1, "bins": [{"mean_predicted": 1, "observed": 1}]}, [(1.0, 1.0, None)]),
-        ([{"confidence": None, "accuracy": 0.8}], []),
-        (0.02, []),
-        (None, []),
-    ],
-)
-def test_calibration_bins_are_found(calibration: object, expected: list[tuple[float, float, float | None]]) -> None:
-    assert calibration_bins({"calibration": calibration}) == expected
 
 
 def test_a_metric_that_was_nan_is_noted_and_leaves_a_gap(tmp_path: Path) -> None:

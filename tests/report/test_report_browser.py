@@ -46,7 +46,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
     with JsonlLogger(folder.notes) as notes:
         notes.log({"step": 0, "text": "one row skipped"})
-    bins = [{"predicted": 0.6, "observed": 0.6, "count": 3}]
+    bins = [{"predicted": 0.6, "observed": 0.6, "n": 3}]
     folder.write_report_card({"accuracy": 0.7, "calibration": {"bins": bins}})
     return write_report(folder.path)
 

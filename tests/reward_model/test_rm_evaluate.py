@@ -142,7 +142,7 @@ def test_a_real_model_gets_a_card_that_json_and_the_report_understand(tmp_path: 
     plain = card(made_model(tmp_path), pairs, train=favorites(60, seed=1)).as_dict()
     loaded = json.loads(json.dumps(plain, allow_nan=False))
     bins = calibration_bins(loaded)
-    assert sum(count or 0 for _, _, count in bins) == 30
+    assert sum(count for _, _, count in bins) == 30
     titles = {table.title.lower() for table in card_tables(loaded)}
     assert {"figures", "baselines", "probes", "by margin · bins", "calibration · bins"} <= titles
 

@@ -132,15 +132,10 @@ def plan_trials(
             raise ConfigError(f"arms.{name}: {error}") from error
         for number, values in enumerate(drawn):
             for seed in tune.seeds:
-                run_folder = trial_folder(folder, name, number, seed)
+                run_folder = folder / name / FOLDER / f"trial-{number}" / f"seed-{seed}"
                 cell = _build(build, name, arm, values, seed, run_folder, number)
                 for round_number, limit in enumerate(limits, start=1):
                     yield run_folder / f"round-{round_number}", _with_round(cell, number, round_number, values, limit)
-
-
-def trial_folder(folder: Path, arm: str, number: int, seed: int) -> Path:
-    """Return the run folder of a trial."""
-    return folder / arm / FOLDER / f"trial-{number}" / f"seed-{seed}"
 
 
 def with_values(arm: TrainedArm, values: Mapping[str, Scalar]) -> TrainedArm:
