@@ -48,7 +48,7 @@ KINDS = ("weights", "adapters", "moments")
 REWARD = "def score(completions):\n    return [float(len(text) % 7) for text in completions]\n"
 
 
-class Counted(Exception):  # noqa: N818 - no error: it ends a run whose bytes are known
+class Counted(Exception):
     """Leave a run before its export."""
 
 
@@ -85,7 +85,7 @@ def tree(trainer: str, mode: str, model: str, folder: Path) -> dict[str, Any]:
         return settings | {"data": pairs}
     settings["data"] = {"prompts": {"path": str(folder / "prompts.jsonl")}}
     settings["reward"] = {"source": {"type": "function", "target": f"{folder / 'reward.py'}:score"}}
-    settings["sampling"] = {"max_new_tokens": 4, "completions_per_prompt": 2}
+    settings["sampling"] = {"max_new_tokens": 4, "completions_per_prompt": 4}
     return settings | ({"critic": {"init": "policy", **role}} if trainer == "ppo" else {})
 
 
