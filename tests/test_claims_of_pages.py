@@ -439,6 +439,13 @@ def test_speed_beside_trl() -> None:
     assert seen == set(STEPS.values())
 
 
+def test_bytes_of_weights_in_each_mode() -> None:
+    runs = read("bytes_of_modes.json")["rows"]
+    ((share, count),) = re.findall(r"within ([\d.]+) % in (\d+) runs", page("docs/adapters.md"))
+    assert int(count) == len(runs)
+    assert max(abs(run["error"]) for run in runs) <= float(share) / 100
+
+
 def test_speed_of_adapters_beside_trl() -> None:
     files = [read(f"side_by_side_smollm2_lora{part}.json")["trainers"] for part in ("", "_more")]
     measured, seen = {name: trainer["memory"] for file in files for name, trainer in file.items()}, set()

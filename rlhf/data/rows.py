@@ -109,7 +109,7 @@ class RowCounts:
 
     def summary(self) -> str:
         """Summarize in one line how many rows were used, cut and skipped, and why."""
-        text = f"{self.source}: {self.used:,} rows used"
+        text = f"{self.source}: {self.used:,} {'row' if self.used == 1 else 'rows'} used"
         if self.cut:
             text += f" ({self.cut:,} of them cut to length)"
         if self.skipped:

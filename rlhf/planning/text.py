@@ -54,16 +54,20 @@ def _shares(plan: Plan) -> list[str]:
     return [f"peak of each of {plan.machine.processes} processes: {', '.join(shares)}"]
 
 
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _time(plan: Plan) -> list[str]:
     counts = plan.operations()
     total = sum(counts.values())
-    by_phase = ", ".join(f"{phase} {count / 1e12:,.3g}" for phase, count in counts.items())
-    lines = [f"operations a step: {total / 1e12:,.3g} TFLOP ({by_phase})"]
+    by_phase = ", ".join(f"{phase} {_digits(count / 1e12)}" for phase, count in counts.items())
+    lines = [f"operations a step: {_digits(total / 1e12)} TFLOP ({by_phase})"]
     step = plan.seconds()
     if step is None:
         return [*lines, "seconds: not measured on this machine; --probe runs three steps"]
-    shown = ", ".join(f"{phase} {value:.3g}" for phase, value in step.items())
-    lines.append(f"seconds a step: {sum(step.values()):.3g} ({shown}), at the rates of the last probe")
+    shown = ", ".join(f"{phase} {_digits(value)}" for phase, value in step.items())
+    lines.append(f"seconds a step: {_digits(sum(step.values()))} ({shown}), at the rates of the last probe")
     if plan.layout.steps is not None:
         lines.append(
             f"the run of {plan.layout.steps:,} steps: {sum(step.values()) * plan.layout.steps / 60:,.1f} minutes"

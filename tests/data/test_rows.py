@@ -43,4 +43,4 @@ def test_no_rows_and_no_usable_rows_are_errors() -> None:
         skips.require_rows()
     skips.used = 1
     skips.require_rows()
-    assert skips.summary() == "p.jsonl: 1 rows used, 1 skipped: 1 empty prompt [p.jsonl:1]"
+    assert skips.summary() == "p.jsonl: 1 row used, 1 skipped: 1 empty prompt [p.jsonl:1]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -219,6 +220,7 @@ def test_the_check_of_a_run_takes_well_under_a_second(tmp_path: Path, empty: str
 
 
 def printed(capsys: pytest.CaptureFixture[str], words: Sequence[str], code: int = 0) -> str:
+    capsys.readouterr()  # what was written while the model was made
     assert main(list(words)) == code
     shown = capsys.readouterr()
     assert shown.err == ""
@@ -238,6 +240,7 @@ def test_the_command_prints_the_plan(tmp_path: Path, empty: str, capsys: pytest.
     assert "What to change, the cheapest first" in out
     assert "not even one row" not in out
     assert "with these the run fits, and batch.micro_batch_size up to " in out
+    assert re.search(r"operations a step: [\d,.]+ TFLOP \(rollout [\d,.]+, ", out)
 
 
 def test_the_command_prints_json(tmp_path: Path, empty: str, capsys: pytest.CaptureFixture[str]) -> None:
