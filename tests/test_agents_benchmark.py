@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("agent_tasks", "agents_learn")
+    names = ("agent_tasks", "agents_learn", "agents_cups")
     yield {name: importlib.import_module(name) for name in names}
     for name in names:
         sys.modules.pop(name, None)
@@ -104,3 +104,22 @@ def test_the_page_has_the_table(modules: dict[str, ModuleType]) -> None:
     lines = modules["agents_learn"].table(cells).splitlines()
     assert len(lines) > 2
     assert [line for line in lines if line not in page] == []
+
+
+def test_a_part_of_a_game_of_cups_says_nothing_about_the_ball(modules: dict[str, ModuleType]) -> None:
+    cups = modules["agents_cups"]
+    best = {name: cups.best_share(known) for name, known in cups.KNOWN.items()}
+    assert len(cups.GAMES) == 108
+    assert best.pop("all") == 1
+    assert best == dict.fromkeys(best, 1 / 3)
+    assert cups.Game(0, (1, 0), (2, 1)).ball == 2
+    assert cups.Game(0, (1, 0), (2, 1)).imitated() == [0.0, 0.75, 0.25]  # the other cup of the last swap
+    assert cups.Game(0, (1, 2), (2, 1)).imitated() == [0.25, 0.0, 0.75]
+
+
+def test_all_games_of_cups_read_as_the_task_writes_them(modules: dict[str, ModuleType]) -> None:
+    pytest.importorskip("textarena")
+    read = {game["messages"][0]["content"] for game in modules["agent_tasks"].TASKS["cups"].games(40, seed=3)}
+    written = modules["agents_cups"].texts()
+    assert len(set(written)) == 108
+    assert read <= set(written)
