@@ -148,6 +148,7 @@ TASKS = {
         Task("no_tool", f"{Path(__file__).resolve()}:Mental", 1, 6, reckon, row=sum_of),
         Task("cups", CUPS, 1, 6, point, {"num_cups": 3, "steps": 2}),
         Task("cups_long", CUPS, 1, 6, point, {"num_cups": 3, "steps": 2}, settings=LONG),
+        Task("cups_8192", CUPS, 1, 6, point, {"num_cups": 3, "steps": 2}, imitated=8192),
         Task("palindrome", "reasoning_gym:palindrome_generation", 1, 6, spell, LETTERS),
     )
 }

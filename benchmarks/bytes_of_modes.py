@@ -117,17 +117,17 @@ def compare(trainer: str, mode: str, model: str, folder: Path) -> dict[str, Any]
     config = (reward_model_config if is_reward else train_config)(settings)
     items = make_plan(config, Machine(device="cpu")).memory.items
     planned = sum(item.bytes for item in items if item.phase == "update" and item.kind in KINDS)
-    held: list[int] = []
+    counts: list[int] = []
 
     def count(step: int, _: Mapping[str, float]) -> None:
         if step == 1:
-            held.append(counted_bytes())
+            counts.append(counted_bytes())
             raise Counted
 
     run: Callable[..., bool] = run_reward_model if is_reward else run_train
     with suppress(Counted):
         run(config, on_step=count)
-    return {"trainer": trainer, "mode": mode, "bytes": held[0], "formula": planned, "error": held[0] / planned - 1}
+    return {"trainer": trainer, "mode": mode, "bytes": counts[0], "formula": planned, "error": counts[0] / planned - 1}
 
 
 def in_child(call: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:

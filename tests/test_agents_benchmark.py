@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import permutations, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +21,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("agent_tasks", "agents_learn", "agents_cups")
+    names = ("agent_tasks", "agents_learn")
     yield {name: importlib.import_module(name) for name in names}
     for name in names:
         sys.modules.pop(name, None)
@@ -106,20 +108,19 @@ def test_the_page_has_the_table(modules: dict[str, ModuleType]) -> None:
     assert [line for line in lines if line not in page] == []
 
 
-def test_a_part_of_a_game_of_cups_says_nothing_about_the_ball(modules: dict[str, ModuleType]) -> None:
-    cups = modules["agents_cups"]
-    best = {name: cups.best_share(known) for name, known in cups.KNOWN.items()}
-    assert len(cups.GAMES) == 108
-    assert best.pop("all") == 1
-    assert best == dict.fromkeys(best, 1 / 3)
-    assert cups.Game(0, (1, 0), (2, 1)).ball == 2
-    assert cups.Game(0, (1, 0), (2, 1)).imitated() == [0.0, 0.75, 0.25]  # the other cup of the last swap
-    assert cups.Game(0, (1, 2), (2, 1)).imitated() == [0.25, 0.0, 0.75]
-
-
-def test_all_games_of_cups_read_as_the_task_writes_them(modules: dict[str, ModuleType]) -> None:
-    pytest.importorskip("textarena")
-    read = {game["messages"][0]["content"] for game in modules["agent_tasks"].TASKS["cups"].games(40, seed=3)}
-    written = modules["agents_cups"].texts()
-    assert len(set(written)) == 108
-    assert read <= set(written)
+def test_a_part_of_a_game_of_cups_says_nothing_about_the_ball() -> None:
+    """Of 108 games a policy wins a third that does not read the ball's start, or one of the two swaps."""
+    pairs = list(permutations(range(3), 2))
+    games = list(product(range(3), pairs, pairs))
+    balls = {}
+    for start, *swaps in games:
+        place = start
+        for one, other in swaps:
+            place = {one: other, other: one}.get(place, place)
+        balls[start, *swaps] = place
+    for unread in range(3):
+        rest = Counter((*game[:unread], *game[unread + 1 :], ball) for game, ball in balls.items())
+        best: dict[tuple[object, ...], int] = {}
+        for (*known, _), count in rest.items():
+            best[tuple(known)] = max(count, best.get(tuple(known), 0))
+        assert sum(best.values()) == len(games) / 3

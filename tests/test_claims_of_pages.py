@@ -377,24 +377,6 @@ def test_what_smollm2_learned_of_a_game() -> None:
     assert wrong(list(told.groups()), won_by) == []
 
 
-def test_why_cups_is_learned_in_some_seeds() -> None:
-    seeds = [read("agents_cups.json")["seeds"][seed] for seed in "012"]
-    told = re.search(
-        r"starts are (.*?) from.*?took them to (.*?) %. With (.*?) more.*?"
-        r"\(seed (.*?)\).*?distance was (.*?),\s+and GRPO's loss then won (.*?) %",
-        " ".join(page("docs/agents.md").split()),
-    )
-    assert told is not None
-    distances, won, games, taught, nearer, better = (re.findall(r"\d*\.?\d+", part) for part in told.groups())
-    more = [seed["more"] for seed in seeds if "more" in seed]
-    assert taught == [str(seed) for seed, found in enumerate(seeds) if "more" in found]
-    assert wrong(distances, [seed["start"]["distance"] for seed in seeds]) == []
-    assert wrong(won, [100 * seed["start"]["grpo"]["won"] for seed in seeds]) == []
-    assert wrong(games, [found["games"] for found in more]) == []
-    assert wrong(nearer, [found["distance"] for found in more]) == []
-    assert wrong(better, [100 * found["grpo"]["won"] for found in more]) == []
-
-
 def test_the_share_of_the_reward_that_a_critic_can_explain() -> None:
     (start, after), seen = read_list("critic_ceiling.json"), set()
     assert (start["policy"], after["policy"]) == ("runs/detox/sft", "runs/detox/ppo")
