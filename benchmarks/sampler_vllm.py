@@ -10,7 +10,8 @@ The others are vLLM, `rlhf serve-policy` (--own-url), and transformers' generate
 
 Every row has another prompt of 32 random tokens and gets 32 new tokens at temperature 1; nothing stops earlier. Every
 round runs each sampler once; printed are tokens per second of all rows together, the median of the rounds, and the
-median ratio of the sampler in the process to the fastest of the others. A server's time has the HTTP request in it.
+median ratio of the sampler in the process to the fastest of those that are not ours. Other numbers of rows stay in
+the file. A server's time has the HTTP request in it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from rlhf.types import Prompts
 
 RESULT = Path(__file__).resolve().parent / "results" / "sampler_vllm.json"
 PROMPT, NEW = 32, 32
+OURS = ("in process", "our server")
 Run = Callable[[int], int]
 
 
@@ -79,11 +81,11 @@ def samplers(model: LlamaForCausalLM, urls: dict[str, str], rows: int, *, with_c
 
     servers = {name: partial(ask, url) for name, url in urls.items()}
     batching = {"continuous batching": continuous} if with_continuous else {}
-    return {"in process": in_process, **servers, "generate": generate, **batching}
+    return {OURS[0]: in_process, **servers, "generate": generate, **batching}
 
 
 def measure(runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    """Time all samplers in turn and return their tokens per second, and the ratio of the first to the best other."""
+    """Time all samplers in turn; return their tokens per second, and the ratio of ours to the best of the others."""
     for run in runs.values():
         run(0)
     rates: dict[str, list[float]] = {name: [] for name in runs}
@@ -92,10 +94,10 @@ def measure(runs: dict[str, Run], rounds: int) -> dict[str, float]:
             start = time.perf_counter()
             tokens = run(number)
             rates[name].append(tokens / (time.perf_counter() - start))
-    first, *others = rates
-    ratios = [own / max(rates[name][k] for name in others) for k, own in enumerate(rates[first])]
+    others = [name for name in rates if name not in OURS]
+    ratios = [own / max(rates[name][k] for name in others) for k, own in enumerate(rates[OURS[0]])]
     medians = {name: round(statistics.median(values), 1) for name, values in rates.items()}
-    return {**medians, "ratio": round(statistics.median(ratios), 2), "least": min(ratios), "most": max(ratios)}
+    return {**medians, "ratio": round(statistics.median(ratios), 2), "rounds": rounds}
 
 
 def main() -> None:
@@ -110,9 +112,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    results = {}
+    results = json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if RESULT.is_file() else {}
     for rows in options.rows:
-        urls = {"vllm": options.url} | ({"our server": options.own_url} if options.own_url else {})
+        urls = {"vllm": options.url} | ({OURS[1]: options.own_url} if options.own_url else {})
         runs = samplers(model, urls, rows, with_continuous=options.continuous)
         results[str(rows)] = measure(runs, options.rounds)
         sys.stdout.write(f"{rows} rows: {json.dumps(results[str(rows)])}\n")

@@ -439,6 +439,18 @@ def test_speed_beside_trl() -> None:
     assert seen == set(STEPS.values())
 
 
+def test_speed_beside_vllm_and_transformers() -> None:
+    measured, seen = read("sampler_vllm.json")["rows"], set()
+    table = page("docs/vllm.md").partition("| rows | in the trainer's process |")[2].partition("\n\n")[0]
+    for row in rows(table):
+        if row[0] in measured:
+            seen.add(row[0])
+            line = measured[row[0]]
+            names = ("in process", "our server", "vllm", "generate", "continuous batching", "ratio")
+            assert wrong(row[1:], [line[name] for name in names]) == [], row[0]
+    assert seen == set(measured)
+
+
 def test_bytes_of_weights_in_each_mode() -> None:
     runs = read("bytes_of_modes.json")["rows"]
     ((share, count),) = re.findall(r"within ([\d.]+) % in (\d+) runs", page("docs/adapters.md"))
