@@ -439,6 +439,20 @@ def test_speed_beside_trl() -> None:
     assert seen == set(STEPS.values())
 
 
+def test_sampling_in_8_bits() -> None:
+    content = read("compare_json_int8.json")
+    run, steps = content["int8"]["0"], content["steps"]
+    drift = [steps["kl/sampler_mismatch"], steps["correction/ess"]]
+    (told,) = re.findall(
+        r"AVX512-BF16\): (everything .*? size [\d.]+\d)", " ".join(page("docs/experiments/json.md").split())
+    )
+    shares = [run["full"][bound] for bound in ("value", "low", "high")]
+    values = [100 * share for share in (*shares, run["parses"]["value"])]
+    assert wrong(numbers(told), [*values, run["kl"], *drift]) == []
+    (told,) = re.findall(r"samples differed by (.*? up to [\d.]+) nats", " ".join(page("docs/vllm.md").split()))
+    assert wrong(numbers(told), [*drift, steps["server/canary, most"]]) == []
+
+
 def test_speed_beside_vllm_and_transformers() -> None:
     measured, seen = read("sampler_vllm.json")["rows"], set()
     table = page("docs/vllm.md").partition("| rows | in the trainer's process |")[2].partition("\n\n")[0]
