@@ -205,7 +205,7 @@ class _Planner:
             name=name,
             shape=shape,
             how=self.arithmetic(shape, dtype=dtype, entropy=entropy),
-            base=f"{base_model(path)} {kept}",
+            base=f"{base_model(path)} {'float32' if lora is not None and kept == 'auto' else kept}",
             weights=weights,
             loaded=weights if is_narrow else max(weights, numbers * wide),
             kept=kept,
@@ -413,9 +413,11 @@ class _Planner:
         bases: set[str] = set()
         kept = []
         for role in roles:
-            shares = role.kept != "auto" and role.base in bases and not role.is_full
+            is_split = self.config.sharding.stage == 3  # each model by itself
+            stands_on_one = not role.is_full and (role.kept != "auto" or (role.adapters > 0 and not is_split))
+            shares = stands_on_one and role.base in bases
             kept.append(replace(role, weights=0.0, loaded=0.0) if shares else role)
-            if not role.is_full:
+            if stands_on_one:
                 bases.add(role.base)
         return Layout(
             roles=tuple(kept),

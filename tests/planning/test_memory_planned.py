@@ -196,8 +196,9 @@ def test_zero_divides_moments_then_gradients_then_weights() -> None:
     assert "moments" not in {item.kind for item in planned("sft", machine, sharding__mode="zero2_offload").memory.items}
 
 
-def test_roles_with_adapters_on_one_quantized_base_hold_it_once() -> None:
-    adapters = {"lora": {"r": 16}, "weights": "nf4"}
+@pytest.mark.parametrize("weights", ["nf4", "auto"])
+def test_roles_with_adapters_on_one_base_hold_it_once(weights: str) -> None:
+    adapters = {"lora": {"r": 16}, "weights": weights}
     more = {f"policy__{name}": value for name, value in adapters.items()}
     grpo = planned("grpo", GPU, **more)
     more |= {f"critic__{name}": value for name, value in adapters.items()}
@@ -206,6 +207,14 @@ def test_roles_with_adapters_on_one_quantized_base_hold_it_once() -> None:
     assert bases[0] > 0
     assert bases[1:] == [0.0]
     assert ppo.memory.of("load") < 1.1 * grpo.memory.of("load")
+    others = planned("ppo", GPU, critic__init="policy", **{**more, "critic__weights": "bfloat16"})
+    assert all(role.weights > 0 for role in others.layout.roles)
+
+
+def test_under_zero3_each_model_has_its_own_part_of_a_base() -> None:
+    adapters = {"policy__lora": {"r": 16}, "critic__lora": {"r": 16}, "critic__init": "policy"}
+    split = planned("ppo", GPU, sharding__mode="zero3", **adapters)
+    assert all(role.weights > 0 for role in split.layout.roles)
 
 
 def test_a_reward_model_reads_one_token_of_a_row_and_has_no_logits() -> None:
