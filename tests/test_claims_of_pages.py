@@ -439,6 +439,24 @@ def test_speed_beside_trl() -> None:
     assert seen == set(STEPS.values())
 
 
+SMALL = {"SFT on its teacher's samples": "sft_samples", "`distill_sft`": "distill_sft", "at the start": "start"}
+
+
+def test_what_a_smaller_student_learned() -> None:
+    measured, seen = read("compare_json_small.json"), set()
+    for row in rows(page("docs/algorithms/distillation.md")):
+        who, _, seed = row[0].removeprefix("24 layers, ").partition(", seed ")
+        if who not in SMALL or who == row[0]:
+            continue
+        cell = measured[SMALL[who]][seed]
+        seen.add((SMALL[who], seed))
+        shares = [100 * cell["full"][bound] for bound in ("value", "low", "high")]
+        assert wrong(numbers(row[1].replace("95 %", "")), shares) == [], row
+        assert wrong([row[2]], [100 * cell["parses"]["value"]]) == [], row
+        assert row[3] == ("–" if who == "at the start" else f"{cell['costs']['flops']:.1e}")
+    assert seen == {(arm, seed) for arm, cells in measured.items() for seed in cells}
+
+
 def test_sampling_in_8_bits() -> None:
     content = read("compare_json_int8.json")
     run, steps = content["int8"]["0"], content["steps"]
