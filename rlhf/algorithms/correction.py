@@ -93,9 +93,9 @@ class CappedCorrection(Correction):
     """A correction by ratios, of which those above a cap are truncated or masked."""
 
     by_sequence: ClassVar[bool]
-    """Whether the ratio is that of a whole completion, at each of its tokens, and not of each token."""
+    """True: each token gets the ratio of its whole completion. False: each token gets its own ratio."""
     masks: ClassVar[bool]
-    """Whether what exceeds the cap gets the weight 0, and not the cap."""
+    """True: a ratio above the cap becomes the weight 0. False: it becomes the cap."""
 
     cap: Cap = 3.0
     """Largest weight of a token or of a completion."""
