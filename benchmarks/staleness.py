@@ -1,10 +1,13 @@
-"""Tabulate and draw what stale samples cost, with and without importance weights.
+"""Tabulate and draw what stale and 8-bit samples cost, with and without importance weights.
 
     rlhf compare configs/lab/compare_stale.yaml
     python benchmarks/staleness.py runs/compare-stale [--out FILE.json] [--chart FILE.svg]
 
-Per arm and seed: score and KL of the final model on the held-out prompts, and the mean effective sample size of the
-weights.
+    rlhf compare configs/real/compare_detox_samplers.yaml
+    python benchmarks/staleness.py runs/detox/samplers --out benchmarks/results/compare_detox_samplers.json
+
+Per arm and seed: score with its 95 % interval and KL of the final model on the held-out prompts, the mean effective
+sample size of the weights, the mean |sampler - trainer| of log-probabilities, and the median seconds of a step.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
+
+from rlhf.evaluation.win_rate import bootstrap
 
 ARMS = {
     "on_policy": (0, "on policy"),
@@ -27,26 +33,45 @@ ARMS = {
     "none_4": (4, "none"),
     "token_4": (4, "token_truncate"),
     "sequence_4": (4, "sequence_mask"),
+    "int8_none": (0, "none, 8 bits in the sampler"),
+    "int8_token": (0, "token_truncate, 8 bits in the sampler"),
+    "bfloat16": (0, "on policy, bfloat16"),
 }
 Row = dict[str, Any]
 
 
 def read_seed(folder: Path) -> Row:
     """Read what a run ended with."""
-    judged = json.loads((folder / "judged.json").read_text(encoding="utf-8"))["metrics"]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    sizes = [line["correction/ess"] for line in lines if "correction/ess" in line]
+    judged = json.loads((folder / "judged.json").read_text(encoding="utf-8"))
+    lines = read_lines(folder / "metrics.jsonl")
+    score = bootstrap(torch.tensor([row["score"] for row in judged["rows"]]))  # a row for each prompt
+    steps = [sum(line["seconds"].values()) for line in read_lines(folder / "timings.jsonl")]
     return {
-        "score": judged["eval/score"],
-        "kl": judged["eval/kl_exact"],
-        "ess": statistics.mean(sizes) if sizes else None,
+        "score": judged["metrics"]["eval/score"],
+        "low": score.low,
+        "high": score.high,
+        "kl": judged["metrics"]["eval/kl_exact"],
+        "ess": mean_of(lines, "correction/ess"),
+        "mismatch": mean_of(lines, "kl/sampler_mismatch"),
+        "seconds": statistics.median(steps) if steps else None,
     }
+
+
+def read_lines(file: Path) -> list[Row]:
+    """Read a file of a JSON object a line; none if there is no file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+
+def mean_of(lines: list[Row], key: str) -> float | None:
+    """Compute the mean of a metric over the steps that have it."""
+    values = [line[key] for line in lines if key in line]
+    return statistics.mean(values) if values else None
 
 
 def read_arms(folder: Path) -> dict[str, list[Row]]:
     """Read the seeds of every arm that the comparison has."""
-    names = [name for name in ARMS if (folder / name).is_dir()]
-    return {name: [read_seed(seed) for seed in sorted((folder / name).glob("seed-*"))] for name in names}
+    seeds = {name: sorted((folder / name).glob("seed-*/judged.json")) for name in ARMS}
+    return {name: [read_seed(file.parent) for file in files] for name, files in seeds.items() if files}
 
 
 def draw(arms: dict[str, list[Row]], chart: Path) -> None:
@@ -80,7 +105,7 @@ def main() -> None:
     arms = read_arms(arguments.folder)
     print("| age, steps | correction | score | KL, nats |\n|---|---|---|---|")  # noqa: T201
     for name, (age, kind) in ((name, ARMS[name]) for name in arms):
-        scores = ", ".join(f"{row['score']:.2f}" for row in arms[name])
+        scores = ", ".join(f"{row['score']:.3f} [{row['low']:.3f}, {row['high']:.3f}]" for row in arms[name])
         kls = ", ".join(f"{row['kl']:.1f}" for row in arms[name])
         label = "" if age == 0 else f"`{kind}`"
         print(f"| {age} | {label} | {scores} | {kls} |")  # noqa: T201
