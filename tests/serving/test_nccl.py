@@ -159,10 +159,10 @@ def test_a_run_whose_transfer_breaks_is_saved(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(VllmServer, "check_trainer", lambda self, device: None)
     model = make_model(tmp_path / "model")
     server = service(model)
-    server.fails_at = "/update_weights", 3
+    server.fails_at = "/update_weights", 2
     with listening(server) as url:
         run = online(tree_of(tmp_path, {"type": "vllm", "urls": [url]}, policy={"model": str(model), "lr": 1e-2}))
-        with pytest.raises(SamplingError, match=r"stays paused.*The run is saved at step 2"):
+        with pytest.raises(SamplingError, match=r"stays paused.*The run is saved at step 1"):
             train(run)
         run.session.recorder.close()
     assert server.routes[-1] == "/update_weights"
