@@ -283,7 +283,7 @@ class SamplingConfig(Section):
         """Return whether importance weights are asked for, which need the trainer's own log-probabilities."""
         return self.correction is not None and not self.correction.is_off
 
-    def check_server(self, *, splits_weights: bool, trains_adapter: bool) -> None:
+    def check_server(self, *, splits_weights: bool) -> None:
         """Check that servers are named if they are to sample, and that the main rank has the weights to push."""
         if self.backend != "server":
             return
@@ -303,7 +303,6 @@ class SamplingConfig(Section):
                 "sampling.backend=server pushes whole weights, but zero3 splits them: set sharding=zero2, or "
                 "sampling.backend=auto"
             )
-        self.server.check_trained(adapter=trains_adapter)
 
     def check_correction(self, *, rescues: bool) -> None:
         """Check that the importance weights can be computed."""
@@ -620,7 +619,7 @@ class OnlineConfig(TrainSections):
         self.reference.check_measured(self.algorithm)
         self.overlap.check_ahead(self.algorithm, old_log_probs)
         self.offload.check_run(self.sharding, ahead=self.overlap.ahead, reward_parts=self.overlap.reward_parts)
-        self.sampling.check_server(splits_weights=self.sharding.stage == 3, trains_adapter=self.policy.lora is not None)
+        self.sampling.check_server(splits_weights=self.sharding.stage == 3)
         if self.sampling.correction is not None and self.overlap.trace_cap is not None:
             raise ValueError(
                 "sampling.correction and overlap.trace_cap both weight stale completions: leave one of them null"

@@ -28,7 +28,7 @@ def trainer_side() -> tuple[Any, Any, Any]:
     try:
         from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-    except Exception as error:
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise ConfigError(
             "sampling.server.transfer=nccl needs vLLM 0.32 or later in the trainer's environment too, and it cannot be "
             f"imported there ({error}): pip install vllm, or set sampling.server.transfer=folder"
@@ -51,33 +51,26 @@ class NcclLink:
         self._version: str | None = None  # that this group sent last
         self._refused: Future[Any] = Future()
 
-    def connect(self, tensors: Mapping[str, Any], held: str | None) -> None:
+    def connect(self, tensors: Mapping[str, Any], version: str | None) -> None:
         """Open a group, unless the server has the weights that this one sent last, and so is in it.
 
         Args:
             tensors: what is to be sent.
-            held: the version that the server says it has.
+            version: that the server says it has.
 
         Raises:
             SamplingError: no group came about; the server has the weights that it had.
         """
         self._tensors = tensors
-        if self._engine is not None and held == self._version:
+        if self._engine is not None and version == self._version:
             return
         self.close()
-        factory, source, info = trainer_side()
-        try:
-            workers = int(self.http.get("/get_world_size", timeout_s=SHORT_S)["world_size"])
-            self.http.tell("/shutdown_weight_transfer_engine", timeout_s=SHORT_S)  # an earlier run's group
-            host, port = _meeting_point(self.http)
-            group = info(rank=0, master_address=host, master_port=port, world_size=workers + 1)
-            self._engine = self._watched(lambda: factory.trainer_init(group, client=self, source=source(self)))
-        except Exception as error:
-            raise SamplingError(
-                f"the sampling server {self.http.url} cannot be sent weights by NCCL: {_text(error)}. Start vLLM 0.32 "
-                "or later anew, on other GPUs than the trainer's, with VLLM_SERVER_DEV_MODE=1 and "
-                """--weight-transfer-config '{"backend": "nccl"}', or set sampling.server.transfer=folder"""
-            ) from error
+        self._engine = self._watched(
+            self._open,
+            "cannot be sent weights by NCCL",
+            "Start vLLM 0.32 or later anew, on other GPUs than the trainer's, with VLLM_SERVER_DEV_MODE=1 and "
+            """--weight-transfer-config '{"backend": "nccl"}', or set sampling.server.transfer=folder""",
+        )
 
     def send(self, version: str) -> None:
         """Send the tensors that `connect` was given.
@@ -85,19 +78,13 @@ class NcclLink:
         Raises:
             SamplingError: the server may have a part of them; it stays paused.
         """
-        import torch
-
         self._version = version
-        try:
-            torch.cuda.synchronize(self._device)  # vLLM reads the tensors on streams of its own
-            self._watched(self._engine.send_weights)
-        except Exception as error:
-            self.close()
-            raise SamplingError(
-                f"the sampling server {self.http.url} did not get all weights of version {version} by NCCL: "
-                f"{_text(error)}. It may hold a mixture of old and new weights, so it stays paused, and nothing is "
-                "sampled from it: start the server again; if this repeats, set sampling.server.transfer=folder"
-            ) from error
+        self._watched(
+            self._engine.send_weights,
+            f"did not get all weights of version {version} by NCCL",
+            "It may hold a mixture of old and new weights, so it stays paused, and nothing is sampled from it: start "
+            "it again; if this repeats, set sampling.server.transfer=folder",
+        )
 
     def close(self) -> None:
         """Leave the group, also in the middle of a transfer."""
@@ -105,27 +92,39 @@ class NcclLink:
         if engine is not None:
             engine.shutdown()
 
-    @property
-    def _device(self) -> Any:
-        return next(iter(self._tensors.values())).device
+    def _open(self) -> Any:
+        """Open a group with the server's workers, and return vLLM's engine that sends to them."""
+        factory, source, group = trainer_side()
+        workers = int(self.http.get("/get_world_size", timeout_s=SHORT_S)["world_size"])
+        self.http.tell("/shutdown_weight_transfer_engine", timeout_s=SHORT_S)  # an earlier run's group
+        host, port = _meeting_point(self.http)
+        info = group(rank=0, master_address=host, master_port=port, world_size=workers + 1)
+        return factory.trainer_init(info, client=self, source=source(self))
 
-    def _watched(self, work: Callable[[], T]) -> T:
+    def _watched(self, work: Callable[[], T], failure: str, cure: str) -> T:
         """Do what waits in NCCL for the server, and for ever if it does not come, until a request to it has failed."""
         import torch
 
+        device = next(iter(self._tensors.values())).device
         result: Future[T] = Future()
         self._refused = Future()
 
         def run() -> None:
             try:
-                torch.cuda.set_device(self._device)  # each thread has a GPU of its own, at first number 0
+                torch.cuda.set_device(device)  # each thread has a GPU of its own, at first number 0
+                torch.cuda.synchronize(device)  # vLLM reads the tensors on streams of its own
                 result.set_result(work())
             except Exception as error:
                 result.set_exception(error)
 
         Thread(target=run, daemon=True).start()
-        for future in wait([self._refused, result], return_when=FIRST_COMPLETED).done:
-            future.result()
+        done = wait([self._refused, result], return_when=FIRST_COMPLETED).done
+        for error in filter(None, (future.exception() for future in done)):
+            self.close()
+            reason = str(error) or type(error).__name__
+            raise SamplingError(
+                f"the sampling server {self.http.url} {failure}: {reason}; its log says why. {cure}"
+            ) from error
         return result.result()
 
     def _tell(self, route: str, body: Mapping[str, Any] | None = None) -> None:
@@ -166,7 +165,3 @@ def _meeting_point(http: JsonHttp) -> tuple[str, int]:
     with socket.socket() as trial:
         trial.bind((host, 0))
         return host, int(trial.getsockname()[1])
-
-
-def _text(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -30,8 +30,8 @@ class Push:
 class Link(Protocol):
     """A way from the trainer's GPU to one server, for weights that go past the folder."""
 
-    def connect(self, tensors: Mapping[str, Any], held: str | None) -> None:
-        """Make ready to send the tensors to a server that has the version `held`."""
+    def connect(self, tensors: Mapping[str, Any], version: str | None) -> None:
+        """Make ready to send the tensors to a server that has this version."""
 
     def send(self, version: str) -> None:
         """Send them as this version."""
@@ -160,17 +160,13 @@ class Server(Choice):
             return str(folder)
         return f"{self.weights_dir_on_server.rstrip('/')}/{folder.relative_to(root).as_posix()}"
 
-    def check_trained(self, *, adapter: bool) -> None:
-        """Check that the section fits what is trained; a ValueError says what does not."""
-        del adapter
-
-    def check_trainer(self, device: str) -> None:
+    def check_trainer(self, device: str, *, trains_adapter: bool) -> None:
         """Check that this process, which trains on a device of this type, can push.
 
         Raises:
             ConfigError: it cannot.
         """
-        del device
+        del device, trains_adapter
 
     def link(self, http: JsonHttp) -> Link | None:
         """Return what sends weights to a server; None: it loads them from a folder."""

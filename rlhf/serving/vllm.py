@@ -73,18 +73,15 @@ class VllmServer(Server):
         lora = {} if launch.lora_rank is None else {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
         return {"VLLM_SERVER_DEV_MODE": "1", **lora}
 
-    def check_trained(self, *, adapter: bool) -> None:
-        """Refuse adapters, which vLLM loads from folders alone."""
-        if adapter and self.transfer == "nccl":
-            raise ValueError(
+    def check_trainer(self, device: str, *, trains_adapter: bool) -> None:
+        """Check that whole weights are on a GPU, and that vLLM is here, if they go by NCCL."""
+        if self.transfer == "folder":
+            return
+        if trains_adapter:
+            raise ConfigError(
                 "sampling.server.transfer=nccl sends whole weights, but policy.lora trains an adapter, which vLLM "
                 "loads from a folder: leave transfer out"
             )
-
-    def check_trainer(self, device: str) -> None:
-        """Check that weights are on a GPU, and that vLLM is here, if they go by NCCL."""
-        if self.transfer == "folder":
-            return
         if device != "cuda":
             raise ConfigError(
                 f"sampling.server.transfer=nccl sends weights from GPU to GPU, but the trainer runs on {device}: set "

@@ -121,7 +121,7 @@ def test_each_server_has_a_group_and_a_restarted_one_a_new_one(model: Path, tmp_
 def test_a_transfer_that_breaks_stops_and_leaves_the_server_paused(model: Path, tmp_path: Path, route: str) -> None:
     server, policy = service(model), policy_of(model)
     wanted = (
-        r"did not get all weights of version \w+\.2 by NCCL: HTTP 500.*no such luck.*stays paused.*start the server"
+        r"did not get all weights of version \w+\.2 by NCCL: HTTP 500.*no such luck.*its log says why.*stays paused"
     )
     with listening(server) as url:
         pool = pool_of(tmp_path, url)
@@ -156,7 +156,7 @@ def test_the_canary_says_what_it_cannot_try(model: Path, tmp_path: Path) -> None
 
 
 def test_a_run_whose_transfer_breaks_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VllmServer, "check_trainer", lambda self, device: None)
+    monkeypatch.setattr(VllmServer, "check_trainer", lambda self, device, trains_adapter: None)
     model = make_model(tmp_path / "model")
     server = service(model)
     server.fails_at = "/update_weights", 2
@@ -178,7 +178,6 @@ def tree_of(folder: Path, server: dict[str, Any], **sections: Any) -> dict[str, 
     ("server", "sections", "why"),
     [
         ({"type": "rlhf"}, {}, r"sampling\.server\.transfer"),
-        ({"type": "vllm"}, {"policy": {"model": "m", "lora": {"r": 2}}}, r"policy\.lora trains an adapter"),
         ({"type": "vllm"}, {"sharding": {"mode": "zero3"}}, "zero3 splits"),
     ],
 )
@@ -191,12 +190,14 @@ def test_a_trainer_that_cannot_send_is_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = tree_of(tmp_path, {"type": "vllm", "launch": {}}, policy={"model": str(tmp_path / "no model")})
+    with pytest.raises(ConfigError, match=r"policy\.lora trains an adapter"):
+        online({**tree, "policy": {**tree["policy"], "lora": {"r": 2}}})
     with pytest.raises(ConfigError, match=r"the trainer runs on cpu: set run\.device=cuda, or .*transfer=folder"):
         online(tree)
     monkeypatch.delitem(sys.modules, "vllm.distributed.weight_transfer.nccl_engine")
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.32.*nccl_engine.*pip install vllm, or set .*transfer=folder"):
-        VllmServer(launch={}, transfer="nccl").check_trainer("cuda")
-    VllmServer(launch={}).check_trainer("cpu")
+        VllmServer(launch={}, transfer="nccl").check_trainer("cuda", trains_adapter=False)
+    VllmServer(launch={}).check_trainer("cpu", trains_adapter=True)
 
 
 def test_a_server_that_the_run_starts_has_the_flag() -> None:
