@@ -36,7 +36,7 @@ IMPORTERS = {
     "fastapi": {"reward_model.server"},
     "uvicorn": {"rlhf.factory.reward_service"},
     "huggingface_hub": {"rlhf.models.weight_files", "rlhf.commands.push", "rlhf.data.paths", "rlhf.planning.shapes"},
-    "vllm": set(),
+    "vllm": {"rlhf.serving.nccl"},
     "trl": set(),
 }
 TRAINERS = {f"transformers.{prefix}{name}" for prefix in ("", "Seq2Seq") for name in ("Trainer", "TrainingArguments")}
@@ -225,7 +225,8 @@ def test_errors_are_caught_by_name() -> None:
 
     So may those around the calls of a tracker and of the hub: their HTTP clients have no class of errors in common. So
     may those around an environment and a tool: what they raise is an answer, counted and told. A child that grades
-    answers with any error of a grader; reading pushed weights, which a server that fails half way answers for.
+    answers with any error of a grader; reading pushed weights, which a server that fails half way answers for. The
+    thread of a transfer hands any error of vLLM's over to the one that waits.
     """
     wrong = []
     for name, path in MODULES.items():
@@ -240,6 +241,7 @@ def test_errors_are_caught_by_name() -> None:
         *environments,
         "rlhf.sampling.push",
         "rlhf.sampling.service",
+        "rlhf.serving.nccl",
         "rlhf.tracking.trackers",
         *["rlhf.verifiers.child"] * 2,
     ]

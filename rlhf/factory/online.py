@@ -164,6 +164,8 @@ class _Models:
 
 def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
     _check_reward_parts(config, context.engine)
+    if config.sampling.backend == "server" and config.sampling.server is not None:
+        config.sampling.server.check_trainer(context.engine.device.type, trains_adapter=config.policy.lora is not None)
     tokenizer = build_tokenizer(config.policy)
     origin = read_export_origin(config.policy, tokenizer)
     built = _build_models(config, context, tokenizer)

@@ -35,7 +35,7 @@ from rlhf.sampling.launched import LaunchedServer
 from rlhf.sampling.push import PushedPolicy, WeightFolders, tensor_digest
 from rlhf.serving.http import JsonHttp, ServerDown, ServerRefused
 from rlhf.serving.routes import Answer, Ask
-from rlhf.serving.server import Push, Server
+from rlhf.serving.server import Link, Push, Server
 from rlhf.tracking.metrics import Metrics
 
 POLL_S = 0.5  # between looks at servers that do not answer
@@ -52,6 +52,7 @@ class Remote:
     tested: str | None = None  # the version that the canary has compared
     process: LaunchedServer | None = None  # of a server that the run starts
     failure: str = "none"  # why it was left out the last time
+    link: Link | None = None  # what sends it weights; None: it loads them from folders
 
 
 class ServerPool:
@@ -96,7 +97,8 @@ class ServerPool:
                     f"{config.token_env}"
                 )
         self.config, self.dtype, self.pad_id, self.warn = config, dtype, pad_id, warn
-        self.remotes = [Remote(JsonHttp(url, timeout_s=config.timeout_s, secret=secret)) for url in config.urls]
+        https = [JsonHttp(url, timeout_s=config.timeout_s, secret=secret) for url in config.urls]
+        self.remotes = [Remote(http, link=config.link(http)) for http in https]
         for remote, process in zip(self.remotes, processes, strict=False):
             remote.process = process
         self.folders, self._shared = WeightFolders(folder), folder if shared is None else shared
@@ -198,8 +200,10 @@ class ServerPool:
             time.sleep(POLL_S if waiting else 0.0)
 
     def close(self) -> None:
-        """End the servers that this run has started."""
+        """End the servers that this run has started, and leave the others."""
         for remote in self.remotes:
+            if remote.link is not None:
+                remote.link.close()
             if remote.process is not None:
                 remote.process.stop()
 
@@ -208,6 +212,8 @@ class ServerPool:
         base = self.version if self.config.takes_changes and len(changed) < len(tensors) else None
         self._count += 1
         self._digests, self._delta, self._full = digests, None, None
+        if self.remotes[0].link is not None:
+            return
         if base is None or policy.is_adapter:
             folder = self._write_full(policy, tensors)
         else:
@@ -243,7 +249,9 @@ class ServerPool:
                 remote.holds = None  # it may have been started anew
             if remote.process is not None:
                 remote.process.has_answered = True
-            if remote.holds != self.version:
+            if remote.holds != self.version and remote.link is not None:
+                self._send(remote, remote.link, tensors)
+            elif remote.holds != self.version:
                 self._push(remote, policy, tensors)
             remote.is_alive = True
             if remote.tested != self.version:
@@ -259,6 +267,16 @@ class ServerPool:
             ) from error
         if not was_alive:
             self.warn(f"the sampling server {remote.http.url} answers again, and has the current weights")
+
+    def _send(self, remote: Remote, link: Link, tensors: Mapping[str, Tensor]) -> None:
+        """Push all weights past the folder."""
+        link.connect(tensors, remote.holds)
+        remote.holds = remote.tested = None
+        assert self.version is not None
+        send = partial(link.send, self.version)
+        self.config.push(remote.http, Push(path="", version=self.version, base=None, is_adapter=False, send=send))
+        self.folders.written += sum(tensor.nbytes for tensor in tensors.values()) / 1e6
+        remote.holds = self.version
 
     def _push(self, remote: Remote, policy: PushedPolicy, tensors: Mapping[str, Tensor]) -> None:
         if self._delta is not None and remote.holds == self._delta[1]:
@@ -354,6 +372,8 @@ class ServerPool:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             text += f"{', '.join(wrong[:NAMED])}{more}: other bits on the server than in the trainer; "
         text += likely_cause(policy.models, reading, self.folders.older())
+        if remote.link is not None:
+            text += "; old weights, which are in no folder, were not tried"
         arithmetic = self.config.describe_arithmetic(remote.http)
         if arithmetic is not None:
             text += f" (the server computes in {arithmetic}, the trainer in {self.dtype})"

@@ -3,6 +3,7 @@
     server        the family `Server` (sampling.server): settings, and what the trainer asks a server
     routes        the requests of vLLM's routes, which `rlhf serve-policy` answers too
     own, vllm     the members: our own server, and vLLM
+    nccl          vLLM's own transfer of weights, from GPU to GPU
     http          JSON over HTTP, with a timeout for everything
     listening     the address of a server of ours, and the token that it asks for
 

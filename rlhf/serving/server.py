@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,21 @@ class Push:
     version: str
     base: str | None  # the version that the folder's tensors change; None: the folder has all tensors
     is_adapter: bool
+    send: Callable[[], None] | None = None  # sends the weights past the folder, while the server is paused
+
+
+@runtime_checkable
+class Link(Protocol):
+    """A way from the trainer's GPU to one server, for weights that go past the folder."""
+
+    def connect(self, tensors: Mapping[str, Any], version: str | None) -> None:
+        """Make ready to send the tensors to a server that has this version."""
+
+    def send(self, version: str) -> None:
+        """Send them as this version."""
+
+    def close(self) -> None:
+        """Release what is held."""
 
 
 class CanaryConfig(Section):
@@ -144,6 +159,19 @@ class Server(Choice):
         if self.weights_dir_on_server is None:
             return str(folder)
         return f"{self.weights_dir_on_server.rstrip('/')}/{folder.relative_to(root).as_posix()}"
+
+    def check_trainer(self, device: str, *, trains_adapter: bool) -> None:
+        """Check that this process, which trains on a device of this type, can push.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        del device, trains_adapter
+
+    def link(self, http: JsonHttp) -> Link | None:
+        """Return what sends weights to a server; None: it loads them from a folder."""
+        del http
+        return None
 
     def generate(self, http: JsonHttp, ask: Ask) -> Answer:
         """Complete prompts."""

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from rlhf.errors import ConfigError
 from rlhf.serving.http import JsonHttp
 from rlhf.serving.routes import EXACT, Answer, Ask, choices_of, read_choice, score
-from rlhf.serving.server import Launch, Push, Server
+from rlhf.serving.server import Launch, Link, Push, Server
 
 SHORT_S = 60.0
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM knows
@@ -27,6 +28,10 @@ class VllmServer(Server):
     """The name that vLLM serves the model by (--served-model-name)."""
     adapter: str = "policy-adapter"
     """The name of the pushed adapter, if the policy has one (--enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True)."""
+    transfer: Literal["folder", "nccl"] = "folder"
+    """How whole weights reach vLLM. folder: it reads files. nccl: the trainer's GPU sends them to vLLM's own GPUs, with
+    vLLM in both environments (--weight-transfer-config '{"backend": "nccl"}'); written from vLLM's sources, and never
+    run on a GPU."""
     concurrency: Annotated[int, Field(ge=1)] = 64
     """Requests at the same time; each completion is one request."""
     after_reload: list[str] = []
@@ -56,6 +61,8 @@ class VllmServer(Server):
         command = [program or "vllm", "serve", launch.model, "--served-model-name", self.model]
         command += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
         command += ["--logprobs-mode", "processed_logprobs"]
+        if self.transfer == "nccl":
+            command += ["--weight-transfer-config", '{"backend": "nccl"}']
         if launch.lora_rank is None:
             return command
         rank = next((rank for rank in LORA_RANKS if rank >= launch.lora_rank), launch.lora_rank)
@@ -65,6 +72,32 @@ class VllmServer(Server):
         """Open the routes that load weights."""
         lora = {} if launch.lora_rank is None else {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
         return {"VLLM_SERVER_DEV_MODE": "1", **lora}
+
+    def check_trainer(self, device: str, *, trains_adapter: bool) -> None:
+        """Check that whole weights are on a GPU, and that vLLM is here, if they go by NCCL."""
+        if self.transfer == "folder":
+            return
+        if trains_adapter:
+            raise ConfigError(
+                "sampling.server.transfer=nccl sends whole weights, but policy.lora trains an adapter, which vLLM "
+                "loads from a folder: leave transfer out"
+            )
+        if device != "cuda":
+            raise ConfigError(
+                f"sampling.server.transfer=nccl sends weights from GPU to GPU, but the trainer runs on {device}: set "
+                "run.device=cuda, or sampling.server.transfer=folder"
+            )
+        from rlhf.serving.nccl import trainer_side
+
+        trainer_side()
+
+    def link(self, http: JsonHttp) -> Link | None:
+        """Return the NCCL group, if weights go by one."""
+        if self.transfer == "folder":
+            return None
+        from rlhf.serving.nccl import NcclLink
+
+        return NcclLink(http)
 
     def generate(self, http: JsonHttp, ask: Ask) -> Answer:
         """Complete each row by a request of its own, seeded by its key, so that no row depends on another."""
@@ -100,12 +133,14 @@ class VllmServer(Server):
         return score(http, ids, model=self._asked(adapted), timeout_s=self.timeout_s)
 
     def version(self, http: JsonHttp) -> str | None:
-        """Check that vLLM answers; it does not know the trainer's versions."""
+        """Return the version that the last push by NCCL set; of folders vLLM knows none, and only has to answer."""
+        if self.transfer == "nccl":
+            return str(http.get("/weight_info", timeout_s=SHORT_S)["weight_version"])
         http.get("/health", timeout_s=SHORT_S)
         return None
 
     def push(self, http: JsonHttp, push: Push) -> None:
-        """Load an adapter under its name, or pause, reload all weights, forget cached prefixes, and resume.
+        """Load an adapter under its name, or pause, load all weights, forget cached prefixes, and resume.
 
         vLLM confirms an adapter by a sentence, not by JSON.
         """
@@ -115,11 +150,16 @@ class VllmServer(Server):
             http.tell("/reset_prefix_cache", timeout_s=SHORT_S)
             return
         http.tell("/pause", timeout_s=self.timeout_s)
-        http.tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": push.path}})
+        if push.send is None:
+            http.tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": push.path}})
+        else:
+            push.send()
         for method in self.after_reload:
             http.tell("/collective_rpc", {"method": method})
         http.tell("/reset_prefix_cache", timeout_s=SHORT_S)
         http.tell("/resume", timeout_s=SHORT_S)
+        if push.send is not None:  # last: a push that broke before has no version
+            http.tell("/update_weight_version", {"new_version": push.version}, timeout_s=SHORT_S)
 
     def _asked(self, adapted: bool) -> str:
         return self.adapter if adapted else self.model

@@ -178,7 +178,7 @@ correction/masked     | share    | tokens whose importance weight is 0
     chart/updates: 16
 server/canary         | nats     | largest |server's - trainer's log-prob| of tokens compared after the step's pushes
     better: lower; chart/updates: 17 Servers against the trainer
-server/pushed_mb      | MB       | bytes of the weights that were written for servers in the step
+server/pushed_mb      | MB       | bytes of the weights that were written for servers, or sent to them, in the step
 server/asked_again    | count    | requests that another server, or the same one started again, had to answer
 server/alive          | count    | servers that answer at the end of the step's sampling
 policy/first_ratio_deviation | -  | max |ratio - 1| on the first minibatch of the step; 0 up to rounding

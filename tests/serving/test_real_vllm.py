@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,27 @@ def test_a_vllm_killed_in_mid_rollout_is_started_again_and_gets_the_weights(
     trained(tree)
     assert killed
     assert all(is_the_trainers(step) for step in steps_of(tmp_path))
+
+
+def test_weights_go_by_vllms_own_transfer(tmp_path: Path) -> None:
+    """All of it but NCCL, for which real_transfer.py has a stand-in."""
+    model, here = tied_model(tmp_path / "model"), Path(__file__).parent
+    (tmp_path / "policy_extension.py").write_text(EXTENSION)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{here.parents[1]}:{tmp_path}",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    command = [str(Path(PROGRAM).parent / "python"), str(here / "real_transfer.py"), str(model)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert [version for _, _, version in answer["pushes"]] == ["first.1", "first.2", "second.1"]
+    for before, after, _ in answer["pushes"]:
+        assert before > 0.05
+        assert after < 1e-4
+    assert "did not get all weights of version second.2 by NCCL: HTTP 500" in answer["error"]
+    assert "/resume" not in answer["asked_in_vain"]
 
 
 def test_the_canary_stops_the_run_at_an_old_head(tmp_path: Path) -> None:
