@@ -124,8 +124,9 @@ class Section(BaseModel):
     """A frozen section of the configuration; an unknown key is an error."""
 
     # Not use_attribute_docstrings: it parses the source of every class when it is defined, a third of the time that it
-    # takes to load a configuration. `description` reads a docstring when somebody asks.
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    # takes to load a configuration. `description` reads a docstring when somebody asks. And of a hundred classes a
+    # command validates a few: pydantic makes a validator at the first use.
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True)
 
     lint_rules: ClassVar[tuple[Rule, ...]] = ()
     """What `rlhf lint` checks of this section beyond the usual ranges of its fields."""
