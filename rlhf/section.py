@@ -30,13 +30,11 @@ from pydantic import (
     Discriminator,
     Field,
     GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     SerializationInfo,
     Tag,
     TypeAdapter,
     field_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Level = Literal["error", "warning"]
@@ -277,13 +275,8 @@ class OneOf:
             )
             return {"type": section.type, **dumped}  # also where it is unset, as in a section made by its class
 
-        def json_schema(_: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-            return {"anyOf": [handler(member.__pydantic_core_schema__) for member in self.members(family).values()]}
-
         return core_schema.no_info_plain_validator_function(
-            validate,
-            metadata={"pydantic_js_functions": [json_schema]},
-            serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True),
+            validate, serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True)
         )
 
 
