@@ -30,13 +30,11 @@ from pydantic import (
     Discriminator,
     Field,
     GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     SerializationInfo,
     Tag,
     TypeAdapter,
     field_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Level = Literal["error", "warning"]
@@ -124,8 +122,9 @@ class Section(BaseModel):
     """A frozen section of the configuration; an unknown key is an error."""
 
     # Not use_attribute_docstrings: it parses the source of every class when it is defined, a third of the time that it
-    # takes to load a configuration. `description` reads a docstring when somebody asks.
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    # takes to load a configuration. `description` reads a docstring when somebody asks. And of a hundred classes a
+    # command validates a few: pydantic makes a validator at the first use.
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True)
 
     lint_rules: ClassVar[tuple[Rule, ...]] = ()
     """What `rlhf lint` checks of this section beyond the usual ranges of its fields."""
@@ -276,13 +275,8 @@ class OneOf:
             )
             return {"type": section.type, **dumped}  # also where it is unset, as in a section made by its class
 
-        def json_schema(_: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-            return {"anyOf": [handler(member.__pydantic_core_schema__) for member in self.members(family).values()]}
-
         return core_schema.no_info_plain_validator_function(
-            validate,
-            metadata={"pydantic_js_functions": [json_schema]},
-            serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True),
+            validate, serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True)
         )
 
 

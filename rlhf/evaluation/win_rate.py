@@ -51,9 +51,9 @@ def outcomes(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> Float[Te
     return torch.where(a.isnan() | b.isnan(), torch.nan, wins)
 
 
-def win_rate(a: Float[Tensor, " N"], b: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
+def win_rate(a: Float[Tensor, " N"], b: Float[Tensor, " N"]) -> Interval:
     """Compute the share of prompts on which A scores higher than B; a tie counts half."""
-    return bootstrap(outcomes(a, b), seed=seed)
+    return bootstrap(outcomes(a, b))
 
 
 def length_controlled_win_rate(wins: Float[Tensor, "S P"], longer: Float[Tensor, "S P"]) -> LengthControlled:
@@ -132,9 +132,9 @@ def fit_logistic(
     return estimate
 
 
-def mean_difference(a: Float[Tensor, " N"], b: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
+def mean_difference(a: Float[Tensor, " N"], b: Float[Tensor, " N"]) -> Interval:
     """Compute the mean of A - B, paired by prompt."""
-    return bootstrap(a.double() - b.double(), seed=seed)
+    return bootstrap(a.double() - b.double())
 
 
 def bootstrap(values: Float[Tensor, " N"], *, seed: int = 0) -> Interval:

@@ -65,7 +65,7 @@ def _parameters_in(folder: Path) -> float | None:
     for place in (folder, folder / "model"):
         files = sorted(place.glob("*.safetensors")) if place.is_dir() else []
         if files and not (place / "adapter_config.json").is_file():
-            headers = [read_header(file) for file in files]
-            counts = [math.prod(entry["shape"]) for header in headers if header for entry in header.values()]
-            return None if None in headers else float(sum(counts))
+            headers = [read_header(file)[0] for file in files]
+            counts = [math.prod(entry["shape"]) for header in headers for entry in header.values()]
+            return float(sum(counts)) if all(headers) else None
     return None

@@ -19,7 +19,7 @@ FEWEST = 2  # completions that can be compared
 
 
 @dataclass(frozen=True)
-class Group:
+class LabelGroup:
     """A prompt and its different completions, in the order in which the file has them."""
 
     prompt: Prompt
@@ -49,7 +49,7 @@ class Group:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def read_groups(config: DatasetConfig) -> tuple[list[Group], RowCounts]:
+def read_groups(config: DatasetConfig) -> tuple[list[LabelGroup], RowCounts]:
     """Read completions grouped by prompt, in the order of first appearance.
 
     A row has a prompt and `completions` (a list), a prompt and one completion (rows of the same prompt are a group),
@@ -66,7 +66,7 @@ def read_groups(config: DatasetConfig) -> tuple[list[Group], RowCounts]:
         group = grouped.setdefault(key, (prompt, {}, dict(row.values)))
         group[1].update(dict.fromkeys(texts))
         counts.used += 1
-    groups = [Group(prompt, tuple(texts), columns) for prompt, texts, columns in grouped.values()]
+    groups = [LabelGroup(prompt, tuple(texts), columns) for prompt, texts, columns in grouped.values()]
     single = sum(len(group.completions) < FEWEST for group in groups)
     if single:
         counts.note(f"{single:,} prompts with a single completion are left out")
@@ -101,7 +101,7 @@ def _texts(value: object) -> list[str]:
     return [some_text(as_text(text, KWISE), KWISE) for text in value]
 
 
-def read_human_pairs(config: DatasetConfig) -> tuple[list[Group], RowCounts]:
+def read_human_pairs(config: DatasetConfig) -> tuple[list[LabelGroup], RowCounts]:
     """Read pairs that people have labelled: groups of two, the preferred side first.
 
     Raises:
@@ -110,7 +110,7 @@ def read_human_pairs(config: DatasetConfig) -> tuple[list[Group], RowCounts]:
     counts = RowCounts(config.path, fatal=config.bad_rows == "error")
     groups = []
     for row, pair in PAIRS.read(load_rows(config, counts), counts, turns=False):
-        groups.append(Group(pair.prompt, (pair.chosen, pair.rejected), dict(row.values)))
+        groups.append(LabelGroup(pair.prompt, (pair.chosen, pair.rejected), dict(row.values)))
         counts.used += 1
     counts.require_rows()
     return groups[: config.limit], counts

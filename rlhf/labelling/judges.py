@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rlhf.config.reward import ChatPairsConfig
-from rlhf.labelling.data import Group
+from rlhf.labelling.data import LabelGroup
 from rlhf.rewards.source import Source, sources_in
 from rlhf.section import Choice, OneOf
 
@@ -40,7 +40,7 @@ class Verdict:
     decided: int = 0  # answers that name a side
 
 
-Ask = Callable[[Sequence[Group]], list[Verdict]]
+Ask = Callable[[Sequence[LabelGroup]], list[Verdict]]
 """Compares the completions of each group."""
 
 
@@ -93,7 +93,7 @@ class ScoreJudge(Judge):
 
         source = build_source(self.source, byte_tokenizer(), make_engine(RunConfig()), warn)
 
-        def ask(groups: Sequence[Group]) -> list[Verdict]:
+        def ask(groups: Sequence[LabelGroup]) -> list[Verdict]:
             scores = source(completions_of(groups))
             unreadable = scores.parts.get("unreadable")
             verdicts, start = [], 0
@@ -141,7 +141,7 @@ class ChatJudge(Judge):
         section = "judge.chat"
         judge = PairJudge(self.chat, ChatModel(self.chat, os.environ, section=section), section=section)
 
-        def ask(groups: Sequence[Group]) -> list[Verdict]:
+        def ask(groups: Sequence[LabelGroup]) -> list[Verdict]:
             asked = [(group, i, j) for group in groups for i, j in combinations(range(len(group.completions)), 2)]
             verdicts = judge(
                 [group.prompt_text for group, _, _ in asked],
@@ -206,7 +206,7 @@ def verdict_of_pairs(
     )
 
 
-def completions_of(groups: Sequence[Group]) -> Completions:
+def completions_of(groups: Sequence[LabelGroup]) -> Completions:
     """Return the completions of groups as rows, in order, each finished; their tokens are bytes."""
     import torch
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from rlhf.algo.agreement import Agreement, agreement
 from rlhf.config.data import Count, DatasetConfig
 from rlhf.errors import DataError
-from rlhf.labelling.data import FEWEST, Group, read_groups, read_human_pairs
+from rlhf.labelling.data import FEWEST, LabelGroup, read_groups, read_human_pairs
 from rlhf.labelling.judges import Judge, Verdict
 from rlhf.rewards.chat import ChatConfig
 from rlhf.rewards.source import Source
@@ -114,7 +114,7 @@ def label(config: LabelConfig, *, note: Callable[[str], None] = lambda _: None, 
     """
     groups, counts = read_groups(config.completions)
     note(counts.summary())
-    people: list[Group] = []
+    people: list[LabelGroup] = []
     if config.compare_with is not None:
         people, counts = read_human_pairs(config.compare_with)
         note(counts.summary())
@@ -172,15 +172,15 @@ class Labels:
         fields["wins"] = tuple(map(tuple, row["verdict"]["wins"]))
         self.verdicts[row["group"]] = Verdict(**fields)
 
-    def key(self, group: Group) -> str:
+    def key(self, group: LabelGroup) -> str:
         """Return a digest of what the judge reads of a group, by which a labelled one is known again."""
         return group.digest(columns=self.reads_columns)
 
-    def missing(self, groups: Sequence[Group]) -> list[Group]:
+    def missing(self, groups: Sequence[LabelGroup]) -> list[LabelGroup]:
         """Return the groups without a verdict, each once."""
         return list({key: group for group in groups if (key := self.key(group)) not in self.verdicts}.values())
 
-    def add(self, groups: Sequence[Group], verdicts: Sequence[Verdict]) -> None:
+    def add(self, groups: Sequence[LabelGroup], verdicts: Sequence[Verdict]) -> None:
         """Append the verdicts of groups to the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
@@ -190,7 +190,7 @@ class Labels:
                 row = {"group": key, "judge": self.judge, "made_of": self.made_of, "verdict": asdict(verdict)}
                 file.write(json.dumps(row) + "\n")
 
-    def of(self, group: Group) -> Verdict:
+    def of(self, group: LabelGroup) -> Verdict:
         """Return the verdict of a group."""
         return self.verdicts[self.key(group)]
 
@@ -229,7 +229,7 @@ def preferred(verdict: Verdict, i: int, j: int, *, min_gap: float) -> float:
     return verdict.wins[i][j]
 
 
-def rows_of(group: Group, verdict: Verdict, config: LabelConfig) -> list[dict[str, Any]]:
+def rows_of(group: LabelGroup, verdict: Verdict, config: LabelConfig) -> list[dict[str, Any]]:
     """Return the rows of a group in the result, in the format that `rlhf reward` and DPO read, or as a ranking.
 
     Completions without a score, such as those that no verifier applies to, are left out.
@@ -255,7 +255,7 @@ def rows_of(group: Group, verdict: Verdict, config: LabelConfig) -> list[dict[st
     return [_pair_row(group, verdict, better, worse) for better, worse in ordered if beats(better, worse)]
 
 
-def _pair_row(group: Group, verdict: Verdict, better: int, worse: int) -> dict[str, Any]:
+def _pair_row(group: LabelGroup, verdict: Verdict, better: int, worse: int) -> dict[str, Any]:
     row: dict[str, Any] = {
         "prompt": group.prompt,
         "chosen": _side(group, better),
@@ -266,7 +266,7 @@ def _pair_row(group: Group, verdict: Verdict, better: int, worse: int) -> dict[s
     return row
 
 
-def _side(group: Group, number: int) -> object:
+def _side(group: LabelGroup, number: int) -> object:
     """Return a completion in the form of its prompt: text, or an assistant's message."""
     text = group.completions[number]
     return text if isinstance(group.prompt, str) else [{"role": "assistant", "content": text}]
@@ -281,10 +281,10 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _result(
     config: LabelConfig,
-    groups: Sequence[Group],
+    groups: Sequence[LabelGroup],
     verdicts: Sequence[Verdict],
     written: int,
-    people: Sequence[Group],
+    people: Sequence[LabelGroup],
     labels: Labels,
 ) -> LabelResult:
     outcomes = [

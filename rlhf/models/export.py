@@ -21,7 +21,7 @@ from rlhf.models.adapters import base_model
 from rlhf.models.backbone import CausalLM, embedding_rows, published_config
 from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.rounding import lost_change, names_at_start
-from rlhf.models.weight_files import CONFIG, INDEX, StoredTensor, WeightFiles, local_folder, read_header, read_headers
+from rlhf.models.weight_files import CONFIG, INDEX, StoredTensor, WeightFiles, local_folder, read_headers, read_tensors
 from rlhf.runtime.engine import Engine
 from rlhf.tracking.exported import TOLERATED_LOSS
 
@@ -60,7 +60,7 @@ class Origin:
         unchanged = {
             file: tensors
             for file, tensors in self.weights.items()
-            if (folder / file).is_file() and read_header(folder / file) == tensors
+            if (folder / file).is_file() and read_tensors(folder / file) == tensors
         }
         return WeightFiles(folder, unchanged)
 

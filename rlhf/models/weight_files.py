@@ -22,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from rlhf.data.tokenizer import ModelLocation
 from rlhf.errors import ModelError
+from rlhf.planning.shapes import read_header
 from rlhf.runtime.engine import Engine
 
 CONFIG = "config.json"
@@ -54,20 +55,11 @@ class StoredTensor:
     end: int
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_tensors(path: Path) -> dict[str, StoredTensor]:
     """Read the tensors' names, dtypes and shapes from a safetensors file; empty if its header cannot be understood."""
-    with path.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > path.stat().st_size:
-            return {}
-        try:
-            header = json.loads(opened.read(length))
-        except ValueError:
-            return {}
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    entries, start = read_header(path)
     if any(entry["dtype"] not in _DTYPES for entry in entries.values()):
         return {}
-    start = 8 + length
     return {
         name: StoredTensor(
             _DTYPES[entry["dtype"]],
@@ -91,7 +83,7 @@ def read_headers(folder: Path) -> dict[str, dict[str, StoredTensor]]:
             return {}
     if not all((folder / name).is_file() for name in names):
         return {}
-    return {name: read_header(folder / name) for name in names}
+    return {name: read_tensors(folder / name) for name in names}
 
 
 def local_folder(location: ModelLocation, *names: str) -> Path | None:

@@ -247,8 +247,7 @@ def _as_counted(shape: Shape, folder: Path) -> Shape:
 
     The head of a classifier is in the files of a reward model; it is as small as `backbone` takes it to be.
     """
-    headers = [header for file in sorted(folder.glob("*.safetensors")) if (header := read_header(file)) is not None]
-    tensors = [tensor for header in headers for tensor in header.values()]
+    tensors = [tensor for file in sorted(folder.glob("*.safetensors")) for tensor in read_header(file)[0].values()]
     if not tensors:
         return shape
     counts: dict[str, int] = {}
@@ -258,19 +257,19 @@ def _as_counted(shape: Shape, folder: Path) -> Shape:
     return replace(shape, stored=stored)
 
 
-def read_header(file: Path) -> dict[str, Any] | None:
-    """Return the dtype and shape of each tensor of a safetensors file, by its name; None if it is none."""
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """Read the dtype, shape and place of each tensor of a safetensors file, none if it is no such file; and the start.
+
+    A place is relative to the start, which is in bytes.
+    """
     try:
         with file.open("rb") as stream:
             (length,) = _HEADER.unpack(stream.read(_HEADER.size))
-            if length > _LARGEST_HEADER:
-                return None
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length)) if length <= _LARGEST_HEADER else None
     except (OSError, ValueError, struct.error):
-        return None
-    if not isinstance(header, dict):
-        return None
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+        return {}, 0
+    entries = header if isinstance(header, dict) else {}
+    return {name: entry for name, entry in entries.items() if name != "__metadata__"}, _HEADER.size + length
 
 
 def _made_on_meta(name: str) -> Shape | None:

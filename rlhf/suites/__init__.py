@@ -7,18 +7,14 @@
 - `questions`: read rows, sample answers, and their figures with confidence intervals.
 - `refusals`: the detectors of refusals, and their check by people's labels. `profanity`: the judge of toxicity.
 
-To import the package defines its suites; it exports nothing: import from its modules.
+To import the package defines its suites, of which each file may hold one; it exports nothing: import from its modules.
 """
 
-from rlhf.suites import blimp as blimp
-from rlhf.suites import detox as detox
-from rlhf.suites import gsm8k as gsm8k
-from rlhf.suites import harmful as harmful
-from rlhf.suites import harness as harness
-from rlhf.suites import hh as hh
-from rlhf.suites import ifeval as ifeval
-from rlhf.suites import lab as lab
-from rlhf.suites import persona as persona
-from rlhf.suites import toxicity as toxicity
-from rlhf.suites import truthfulqa as truthfulqa
-from rlhf.suites import xstest as xstest
+from importlib import import_module
+from pkgutil import iter_modules
+
+WITHOUT_A_SUITE = ("lm_eval", "subject")  # need an extra and torch, which take long to import
+
+for _module in iter_modules(__path__):
+    if _module.name not in WITHOUT_A_SUITE:
+        import_module(f"{__name__}.{_module.name}")

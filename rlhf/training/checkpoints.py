@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf.models.export import write_tensors
 from rlhf.models.policy_models import Ema, Models
-from rlhf.models.weight_files import NamedTensors, WeightFiles, read_header
+from rlhf.models.weight_files import NamedTensors, WeightFiles, read_tensors
 from rlhf.runtime.engine import Engine, TrainableModel
 from rlhf.runtime.optimizers import Moments
 from rlhf.training.overlap import CompletionPrefetcher
@@ -112,7 +112,7 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
     """Load the state that `save_trainer_state` wrote, onto the CPU; what ranks wrote is read when it is asked for."""
     state: dict[str, Any] = torch.load(folder / TRAINER, weights_only=True, map_location="cpu")
     paths = sorted(folder.glob(OPTIMIZER.format(0, 0).replace("00000", "*")))
-    files = WeightFiles(folder, {path.name: read_header(path) for path in paths})
+    files = WeightFiles(folder, {path.name: read_tensors(path) for path in paths})
     for name, model in state.items():
         if isinstance(model, dict) and set(model) == {"step"}:
             keys = sorted({stored.split("/")[1] for stored in files.names() if stored.startswith(f"{name}/")})

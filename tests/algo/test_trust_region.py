@@ -17,6 +17,7 @@ from rlhf.algo.trust_region import (
     step_length,
     undamped_curvature,
 )
+from rlhf.algorithms.trust_region import TrustRegionLoss
 
 # torch scripts its rules for forward-mode differentiation, at their first use, with what it has deprecated itself.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -138,7 +139,51 @@ def test_a_line_search_that_finds_nothing_says_so(attempt: Callable[[float], Tri
         tried.append(length)
         return attempt(length)
 
-    outcome = backtrack(counted, 1.0, max_kl=1.0, shrink=0.5, backtracks=3)
+    outcome = backtrack(counted, 1.0, max_kl=1.0, shrink=0.8, backtracks=3)
     assert not outcome.accepted
-    assert tried == [1.0, 0.5, 0.25, 0.125]
+    assert tried == pytest.approx([1.0, 0.8, 0.64, 0.512])
     assert outcome.backtracks == 3
+
+
+class Slope:
+    """A linear loss whose KL is `excess` times the quadratic model that gives a step its length; a StepSpace."""
+
+    def __init__(self, *, excess: float, rising: bool = False) -> None:
+        self.matrix, self.gradient, self.excess = spd(), vector(), excess
+        self.uphill = -1.0 if rising else 1.0
+        self.tried: list[float] = []
+        self.restored = False
+
+    def fisher_product(self, vector: torch.Tensor) -> torch.Tensor:
+        return self.matrix @ vector
+
+    def attempt(self, direction: torch.Tensor, length: float) -> Trial:
+        self.tried.append(length)
+        step = length * direction
+        kl = self.excess * float(step @ self.matrix @ step) / 2
+        return Trial(length=length, kl=kl, improvement=self.uphill * float(step @ self.gradient))
+
+    def restore(self) -> None:
+        self.restored = True
+
+
+def test_the_loss_shortens_its_step_by_its_own_settings() -> None:
+    full = Slope(excess=1.0)
+    TrustRegionLoss(max_kl=0.02, line_search=False).search(full, lr_factor=1.0)
+    space = Slope(excess=2.0)  # 0.8^2 is 0.64, 0.8^4 is 0.41: of the KL 1.28 is left, then 0.82
+    metrics = TrustRegionLoss(max_kl=0.02, shrink=0.8, backtracks=2).search(space, lr_factor=1.0)
+    assert space.tried == pytest.approx([full.tried[0] * 0.8**number for number in range(3)])
+    assert (metrics["trust_region/accepted"], metrics["trust_region/backtracks"]) == (1.0, 2.0)
+    assert metrics["policy/lr"] == space.tried[-1]
+    assert metrics["trust_region/kl_full_step"] == pytest.approx(0.04, rel=0.01)
+    assert metrics["trust_region/kl"] == pytest.approx(0.04 * 0.8**4, rel=0.01)
+    assert not space.restored
+
+
+@pytest.mark.parametrize("space", [Slope(excess=100.0), Slope(excess=1.0, rising=True)], ids=["too-far", "worse"])
+def test_the_loss_takes_no_step_where_no_length_will_do(space: Slope) -> None:
+    metrics = TrustRegionLoss(backtracks=3).search(space, lr_factor=1.0)
+    assert space.tried == pytest.approx([space.tried[0] * 0.7**number for number in range(4)])
+    assert (metrics["trust_region/accepted"], metrics["trust_region/backtracks"]) == (0.0, 3.0)
+    assert "policy/lr" not in metrics
+    assert space.restored

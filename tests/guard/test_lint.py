@@ -232,6 +232,8 @@ def test_the_size_of_a_model_is_read_from_its_weights(tmp_path: Path) -> None:
     assert read_facts(config) == Facts(17.0)  # type: ignore[arg-type]
     (tmp_path / "model" / "model.safetensors").write_bytes(b"not weights")
     assert read_facts(config) == Facts(None)  # type: ignore[arg-type]
+    save_file({"a": torch.zeros(3)}, tmp_path / "model" / "more.safetensors")
+    assert read_facts(config) == Facts(None)  # type: ignore[arg-type]
 
 
 def test_a_refusal_names_rule_key_value_source_fix_and_the_way_around() -> None:

@@ -31,7 +31,7 @@ from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, merged_c
 from rlhf.models.export import Origin, classifier_padding, export_model, read_origin
 from rlhf.models.rounding import lost_change
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
-from rlhf.models.weight_files import WeightFiles, read_header
+from rlhf.models.weight_files import WeightFiles, read_tensors
 
 TIED = KINDS["llama, tied, several EOS, no pad"]
 
@@ -196,7 +196,7 @@ def test_the_loss_is_the_relative_norm_of_what_is_rounded_away(monkeypatch: pyte
     """Two weights of 1 change by 2⁻⁷, which bfloat16 holds, and two by 2⁻⁹, which it does not: √(1/(1 + 16))."""
     monkeypatch.setattr(rounding, "CHUNK", 3)  # in two pieces
     save_file({"a": torch.ones(4, dtype=torch.bfloat16), "b": torch.ones(2)}, tmp_path / "start.safetensors")
-    start = WeightFiles(tmp_path, {"start.safetensors": read_header(tmp_path / "start.safetensors")})
+    start = WeightFiles(tmp_path, {"start.safetensors": read_tensors(tmp_path / "start.safetensors")})
     trained = {"a": 1 + torch.tensor([2**-7, 2**-7, 2**-9, 2**-9]), "b": torch.ones(2)}
     names = {"a": "a", "b": "b"}
 

@@ -193,7 +193,6 @@ def test_trpo_learns_and_every_step_keeps_within_its_trust_region(tmp_path: Path
     assert len(steps) == 9
     assert all(row["trust_region/kl"] <= 0.03 * 1.01 for row in steps)
     assert all(row["trust_region/improvement"] > 0 for row in steps if row["trust_region/accepted"])
-    assert sum(row["trust_region/accepted"] for row in steps) >= 8
     assert max(row["trust_region/kl"] for row in steps) > 0.015  # the region is used
     assert rows[0]["eval/score"] < 0.3
     assert rows[-1]["eval/score"] > 0.5

@@ -379,7 +379,7 @@ def full_precision(body: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Probe:
+class PackingProbe:
     """A few rows to try a pass on, the body's hidden states for each alone, and how far rounding may move them."""
 
     layouts: Sequence[PackedBatch]  # whole rows, and the same rows with the prompt of two of them shared
@@ -391,7 +391,7 @@ class Probe:
         return bool(((states - self.expected).abs() <= self.tolerance).all())
 
 
-def build_probe(body: nn.Module) -> Probe:
+def build_probe(body: nn.Module) -> PackingProbe:
     """Compute a probe of `body`: the expected hidden states of a few rows, with tolerances.
 
     Deep trained models amplify rounding, some rows a hundred times more than others. How much is measured: each row is
@@ -412,7 +412,7 @@ def build_probe(body: nn.Module) -> Probe:
         expected.append(states[chosen])
         tolerance.append(states.new_full((len(completion), 1), limit))
     layouts = _whole(prompts, completions), _shared(prompts[:2] + prompts[3:], completions, torch.tensor([0, 1, 0, 2]))
-    return Probe([_to(rows, device) for rows in layouts], torch.cat(expected), torch.cat(tolerance))
+    return PackingProbe([_to(rows, device) for rows in layouts], torch.cat(expected), torch.cat(tolerance))
 
 
 @contextmanager
