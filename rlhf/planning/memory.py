@@ -14,6 +14,7 @@ from rlhf.planning.arithmetic import (
     MOMENTS,
     RECORDED_WORKSPACES,
     SIZES,
+    WIDENED_MOMENTS,
     WORKSPACE,
     WORKSPACES,
     Bytes,
@@ -334,6 +335,9 @@ class _Memory:
         computed_again = layer_activations(role.shape, rows, role.how) if role.checkpointed else 0.0
         states = (role.name, "activations")
         logits = (role.name, "logits")
+        if self.layout.device == "cpu" and role.optimizer == "adamw_8bit" and role.is_full:
+            matrix = max(role.shape.embedding, role.shape.hidden * role.shape.intermediate)
+            yield _Moment({(role.name, "moments"): WIDENED_MOMENTS * matrix * SIZES["float32"]}, at_start=False)
         if not role.has_head:
             yield _Moment({states: kept + computed_again + working}, at_start=True)
             return
