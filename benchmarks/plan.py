@@ -363,7 +363,7 @@ def preloaded(folder: Path) -> dict[str, str]:
     """Compile the counter, and return the environment of a process that it counts."""
     library = folder / "heap.so"
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(HEAP)], check=True)
-    counted = {"LD_PRELOAD": str(library), "MKL_DISABLE_FAST_MM": "1"}  # MKL then keeps no buffers of its own
+    counted = {"LD_PRELOAD": str(library), "MKL_DISABLE_FAST_MM": "1"}  # MKL then keeps no buffers
     return {**os.environ, **counted, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 

@@ -98,6 +98,8 @@ def run_of(algorithm: str, way: str, folder: Path) -> RunConfiguration:
         "data": {"chat_template": "none"},
     }
     if is_online:
+        if algorithm == "ppo":  # 4 completions are too few to whiten over
+            changes["algorithm"] = {"advantage": {"whiten": False}}
         changes["reward"] = {"source": {"target": f"{folder / 'reward.py'}:score"}}
         changes["data"] |= {"prompts": {"path": str(folder / "prompts.jsonl"), "max_prompt_tokens": TOKENS.prompt}}
     elif algorithm == "sft":
