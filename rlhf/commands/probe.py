@@ -110,7 +110,8 @@ def measured_rates(plan: Plan, timings: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def _measured(plan: Plan, measured: float, file: Path) -> list[str]:
-    planned = plan.peak if plan.machine.device == "cuda" else plan.peak + LIBRARIES["cpu"]
+    planned = max(plan.memory.of(phase) for phase in plan.memory.phases if phase != "export")  # after the last step
+    planned += 0 if plan.machine.device == "cuda" else LIBRARIES["cpu"]
     what = "allocated on the GPU" if plan.machine.device == "cuda" else "resident, libraries included"
     return [
         f"measured in {STEPS} steps: {gigabytes(measured)} GB {what}; planned for rows as long as theirs on average "
