@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -27,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import peft  # noqa: E402, F401
 import torch  # noqa: E402
+from plan import in_child  # noqa: E402
 
 from rlhf.api.training import run_reward_model, run_train  # noqa: E402
 from rlhf.config.load import reward_model_config, train_config  # noqa: E402
@@ -130,24 +129,6 @@ def compare(trainer: str, mode: str, model: str, folder: Path) -> dict[str, Any]
     return {"trainer": trainer, "mode": mode, "bytes": counts[0], "formula": planned, "error": counts[0] / planned - 1}
 
 
-def in_child(call: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:
-    """Run a function in a child of this process, and return its result."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            out.write_text(json.dumps(call()), encoding="utf-8")
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    if os.waitpid(child, 0)[1] != 0:
-        raise RuntimeError("the run failed")
-    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return result
-
-
 def main() -> None:
     """Compare each trainer in each mode, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -165,7 +146,7 @@ def main() -> None:
         write_rows(folder)
         for trainer in options.trainers:
             for mode in options.modes:
-                row = in_child(partial(compare, trainer, mode, model, folder), folder / "out.json")
+                row = in_child(partial(compare, trainer, mode, model, folder))
                 rows.append(row)
                 sys.stdout.write(f"{trainer:13} {mode:14} {row['bytes'] / 1e6:8.1f} MB {row['error']:+7.2%}\n")
                 sys.stdout.flush()

@@ -23,6 +23,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from rlhf.api import training  # noqa: E402
 from rlhf.config.files import parse_overrides  # noqa: E402
 from rlhf.config.load import reward_model_config, train_config  # noqa: E402
+from rlhf.config.sections import RewardModelConfig  # noqa: E402
 from rlhf.lab.model import train_tokenizer  # noqa: E402
-from rlhf.planning.layout import Lengths  # noqa: E402
+from rlhf.planning.layout import Lengths, RunConfiguration  # noqa: E402
 from rlhf.planning.plan import Machine, make_plan  # noqa: E402
 from rlhf.process import silence_libraries  # noqa: E402
 from rlhf.runtime import memory  # noqa: E402
@@ -47,6 +49,7 @@ HEAP = ROOT / "benchmarks" / "heap.c"
 RESULT = ROOT / "benchmarks" / "results" / "plan.json"
 MB = 2**20
 TOKENS = 1024  # of the tokenizer
+EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ FITTED = (
     Case("grpo big head nf4", "grpo", BIG_HEAD, {"batch.micro_batch_size": 8, **NF4}, length=32),
     Case("grpo narrow", "grpo", NARROW, {"batch.micro_batch_size": 8}, length=48),
     Case("grpo broad lora", "grpo", BROAD, {"batch.micro_batch_size": 8, **LORA}, prompt=64, length=48),
+    Case("sft broad 8-bit moments", "sft", BROAD, {"policy.optimizer": "adamw_8bit"}, length=64),
 )
 """Runs that were looked at while the formulas were written."""
 
@@ -117,10 +121,10 @@ CASES = (
     Case("sft deep checkpointed", "sft", LONG, {"policy.gradient_checkpointing": True}, length=192),
     Case("sft big head checkpointed", "sft", BIG_HEAD, {"policy.gradient_checkpointing": True, **LORA}, length=160),
     Case("sft broad sgd", "sft", BROAD, {"policy.optimizer": "sgd", "batch.micro_batch_size": 8}, length=128),
-    Case("sft broad 8-bit moments", "sft", BROAD, {"policy.optimizer": "adamw_8bit"}, length=64),
     Case("dpo narrow", "dpo", NARROW, {"batch.micro_batch_size": 8}, length=160),
     Case("dpo broad lora", "dpo", BROAD, {"batch.micro_batch_size": 4, **LORA}, length=192),
     Case("dpo deep bf16", "dpo", LONG, {"batch.micro_batch_size": 4, **BF16}, length=192),
+    Case("dpo wide 8-bit moments", "dpo", MEDIUM, {"policy.optimizer": "adamw_8bit"}, length=32),
     Case("orpo wide", "orpo", BIG_HEAD, {"batch.micro_batch_size": 4}, length=128),
     Case("simpo narrow lora bf16", "simpo", NARROW, {"batch.micro_batch_size": 8, **LORA, **BF16}, length=128),
     Case("kto narrow", "kto", NARROW, {"batch.micro_batch_size": 8}, length=128),
@@ -272,11 +276,10 @@ def resident_mb(key: str) -> float:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith(f"{key}:"))
 
 
-def work(verb: str, arguments: list[str], out: Path) -> None:
-    """Run in this process and write the memory that it allocated: at its peak, and at the peak of each phase."""
+def work(config: RunConfiguration, once_built: Callable[[], object]) -> dict[str, Any]:
+    """Run in this process and return the memory that it allocated: at its peak, and at the peak of each phase."""
     heap = ctypes.CDLL(os.environ["LD_PRELOAD"])
     heap.heap_live.restype = heap.heap_peak.restype = ctypes.c_long
-    config = (reward_model_config if verb == "reward" else train_config)(parse_overrides(arguments))
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is from now on
     before, resident = heap.heap_live(), resident_mb("VmRSS")
     memory._peak_resident_mb = lambda: (heap.heap_peak() - before) / MB  # what timings.jsonl has of each phase
@@ -288,73 +291,99 @@ def work(verb: str, arguments: list[str], out: Path) -> None:
             heap.heap_reset()
             made = build(*arguments, **options)
             built.update(load=(heap.heap_peak() - before) / MB, loaded=(heap.heap_live() - before) / MB)
+            once_built()
             return made
 
         return run
 
-    name = "build_reward_model" if verb == "reward" else "build_run"
+    is_reward_model = isinstance(config, RewardModelConfig)
+    name = "build_reward_model" if is_reward_model else "build_run"
     setattr(training, name, watched(getattr(training, name)))
-    (training.run_reward_model if verb == "reward" else training.run_train)(config)
+    run: Callable[..., object] = training.run_reward_model if is_reward_model else training.run_train
+    run(config)
     rows = [json.loads(line) for line in (Path(config.run.out_dir) / "timings.jsonl").read_text().splitlines()]
     phases = dict(built)
     for row in rows:
         for phase, mb in row["peak_memory_mb_by_phase"].items():
             phases[phase] = max(phases.get(phase, 0.0), mb)
-    measured = {
+    return {
         "allocated_mb": max(phases.values()),
         "resident_mb": resident_mb("VmHWM") - resident,
         "libraries_mb": resident,
         "phases_mb": phases,
     }
-    out.write_text(json.dumps(measured), encoding="utf-8")
 
 
-def in_child(call: Callable[[], object]) -> None:
-    """Run a function in a child of this process, which has the libraries imported and nothing else."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            call()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    if os.waitpid(child, 0)[1] != 0:
-        raise RuntimeError("the run failed")
+def in_child(call: Callable[[], object]) -> Any:
+    """Run a function in a child of this process, and return its result, by JSON."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                json.dump(call(), out)
+                out.flush()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        if os.waitpid(child, 0)[1] != 0:
+            raise RuntimeError("the run failed")
+        out.seek(0)
+        return json.load(out)
 
 
-def run_of(case: Case, folder: Path) -> tuple[str, list[str]]:
-    """Return the verb and the settings that run a case."""
-    return ("reward" if case.algorithm == "reward" else "train"), words(tree(case, folder))
+def compare(
+    config: RunConfiguration, lengths: Lengths, once_built: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """Plan a run, and measure it in a process of its own; `once_built` is called there before its first step."""
+    plan = make_plan(config, Machine(device="cpu"), lengths)
+    planned = {
+        "planned_mb": plan.peak / MB,
+        "planned_phase": plan.memory.peak_phase,
+        "planned_phases_mb": {phase: plan.memory.of(phase) / MB for phase in plan.memory.phases},
+    }
+    measured: dict[str, Any] = in_child(lambda: work(config, once_built))
+    return planned | measured | {"error": planned["planned_mb"] / measured["allocated_mb"] - 1}
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Plan a case, and measure it in a process of its own."""
+    """Plan a case, and measure it."""
     with tempfile.TemporaryDirectory(prefix="rlhf-plan-") as name:
         folder = Path(name)
         in_child(lambda: prepare(case, folder))
-        verb, arguments = run_of(case, folder)
         lengths = json.loads((folder / "lengths.json").read_text(encoding="utf-8"))
-        config = (reward_model_config if verb == "reward" else train_config)(parse_overrides(arguments))
-        plan = make_plan(config, Machine(device="cpu"), Lengths(**lengths))
-        planned = {
-            "planned_mb": plan.peak / MB,
-            "planned_phase": plan.memory.peak_phase,
-            "planned_phases_mb": {phase: plan.memory.of(phase) / MB for phase in plan.memory.phases},
-        }
-        in_child(lambda: work(verb, arguments, folder / "out.json"))
-        measured = json.loads((folder / "out.json").read_text(encoding="utf-8"))
-        return {"name": case.name, "lengths": lengths} | planned | measured
+        make_config = reward_model_config if case.algorithm == "reward" else train_config
+        config = make_config(parse_overrides(words(tree(case, folder))))
+        return {"name": case.name, "lengths": lengths} | compare(config, Lengths(**lengths))
 
 
 def preloaded(folder: Path) -> dict[str, str]:
     """Compile the counter, and return the environment of a process that it counts."""
     library = folder / "heap.so"
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(HEAP)], check=True)
-    counted = {"LD_PRELOAD": str(library), "MKL_DISABLE_FAST_MM": "1"}  # MKL then keeps no buffers of its own
+    counted = {"LD_PRELOAD": str(library), "MKL_DISABLE_FAST_MM": "1"}  # MKL then keeps no buffers
     return {**os.environ, **counted, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def about() -> dict[str, str]:
+    """Return the versions, the day and the CPU with those of its extensions that products depend on."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    read = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    known = [name for name in EXTENSIONS if name in read.get("flags", "").split()]
+    versions = {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()}
+    return {"cpu": f"{read.get('model name')} with {', '.join(known)}", "date": str(date.today())} | versions
+
+
+def run_counted() -> None:
+    """Run this program again under the counter, unless it is."""
+    if "LD_PRELOAD" not in os.environ:
+        with tempfile.TemporaryDirectory(prefix="rlhf-heap-") as name:
+            done = subprocess.run([sys.executable, *sys.argv], env=preloaded(Path(name)), check=False)
+        sys.exit(done.returncode)
+    torch.set_num_threads(1)
+    silence_libraries()
 
 
 def main() -> None:
@@ -363,27 +392,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    if "LD_PRELOAD" not in os.environ:
-        with tempfile.TemporaryDirectory(prefix="rlhf-heap-") as name:
-            done = subprocess.run([sys.executable, *sys.argv], env=preloaded(Path(name)), check=False)
-        sys.exit(done.returncode)
-    torch.set_num_threads(1)
-    silence_libraries()
+    run_counted()
     rows: dict[str, list[dict[str, Any]]] = {"fitted": [], "validated": []}
-    about = {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()}
     for kind, cases in zip(rows, (FITTED, CASES), strict=True):
         for case in cases:
             if options.only and case.name not in options.only:
                 continue
             row = measure(case)
-            row["error"] = row["planned_mb"] / row["allocated_mb"] - 1
             rows[kind].append(row)
             sys.stdout.write(
                 f"{kind:10} {case.name:30} planned {row['planned_mb']:6.0f} allocated {row['allocated_mb']:6.0f} "
                 f"{row['error']:+6.1%}  resident {row['resident_mb']:6.0f}\n"
             )
             sys.stdout.flush()
-            options.out.write_text(json.dumps({"about": about, **rows}, indent=2) + "\n", encoding="utf-8")
+            options.out.write_text(json.dumps({"about": about(), **rows}, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

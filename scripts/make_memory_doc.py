@@ -19,8 +19,8 @@ from rlhf.planning.layout import Lengths, RunConfiguration  # noqa: E402
 from rlhf.planning.plan import Machine, make_plan  # noqa: E402
 
 PAGE = ROOT / "docs" / "memory.md"
-RESULT = ROOT / "benchmarks" / "results" / "plan.json"
-GPU_RESULT = ROOT / "benchmarks" / "results" / "plan_h200.json"
+RESULTS = ROOT / "benchmarks" / "results"
+MEASURED_MODEL = "SmolLM2-135M"
 MODELS = {
     "SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M",
     "Qwen2.5-0.5B": "Qwen/Qwen2.5-0.5B",
@@ -90,43 +90,58 @@ def small_cell(algorithm: str, model: str) -> str:
     return _written(make_plan(changed, Machine(device="cuda", memory=SMALL_CARD), TOKENS).needed)
 
 
-def rows() -> Iterator[str]:
-    """Yield the rows of the large table."""
+def read(name: str, key: str) -> list[dict[str, Any]]:
+    """Return the runs of a file of results."""
+    runs: list[dict[str, Any]] = json.loads((RESULTS / name).read_text(encoding="utf-8"))[key]
+    return runs
+
+
+def rows(points: set[str]) -> Iterator[str]:
+    """Yield the rows of the large table, with a mark at each of the measured points."""
     for name, model in MODELS.items():
         for kind, way in WAYS.items():
-            cells = (cell(algorithm, model, way) for algorithm in ALGORITHMS)
+            marked = [a for a in ALGORITHMS if name == MEASURED_MODEL and f"{a}, {kind}" in points]
+            cells = (cell(each, model, way) + ("†" if each in marked else "") for each in ALGORITHMS)
             yield f"| {name if kind == 'full' else ''} | {kind} | {' | '.join(cells)} |"
         cells = (small_cell(algorithm, model) for algorithm in ALGORITHMS)
         yield f"|  | {SMALL} | {' | '.join(cells)} |"
 
 
-def measured() -> Iterator[str]:
+def measured(runs: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the rows of the runs that were measured."""
-    for row in json.loads(RESULT.read_text(encoding="utf-8"))["validated"]:
+    for row in runs:
         numbers = f"{row['planned_mb']:.0f} | {row['allocated_mb']:.0f} | {100 * row['error']:+.0f} %"
         yield f"| {row['name']} | {numbers} | {row['resident_mb']:.0f} |"
 
 
-def measured_on_a_gpu() -> Iterator[str]:
+def measured_on_a_gpu(runs: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the rows of the runs on a GPU, with the phase of the measured peak."""
-    for row in json.loads(GPU_RESULT.read_text(encoding="utf-8"))["runs"]:
+    for row in runs:
         numbers = f"{row['planned_gb']:.2f} | {row['measured_gb']:.2f} | {100 * row['error']:+.0f} %"
         yield f"| {row['run']} | {numbers} | {row['measured_phase']} |"
 
 
+def within(runs: list[dict[str, Any]]) -> list[str]:
+    """Count the runs whose plan is within 10 % of what was measured."""
+    return [str(sum(abs(row["error"]) <= 0.1 for row in runs))]
+
+
 def page() -> str:
     """Build the Markdown of docs/memory.md."""
-    validated = json.loads(RESULT.read_text(encoding="utf-8"))["validated"]
-    on_gpu = json.loads(GPU_RESULT.read_text(encoding="utf-8"))["runs"]
+    validated, points = read("plan.json", "validated"), read("table_points.json", "runs")
+    on_gpu = read("plan_h200.json", "runs")
     return fill_template(
         "memory.md",
-        gpu_measured=measured_on_a_gpu(),
+        gpu_measured=measured_on_a_gpu(on_gpu),
         gpu_runs=[str(len(on_gpu))],
-        gpu_within=[str(sum(abs(row["error"]) <= 0.1 for row in on_gpu))],
-        rows=rows(),
-        measured=measured(),
+        gpu_within=within(on_gpu),
+        rows=rows({row["name"] for row in points}),
+        points=measured(points),
+        points_count=[str(len(points))],
+        points_within=within(points),
+        measured=measured(validated),
         runs=[str(len(validated))],
-        within=[str(sum(abs(row["error"]) <= 0.1 for row in validated))],
+        within=within(validated),
     )
 
 

@@ -21,6 +21,7 @@ from rlhf.errors import UserError
 from rlhf.guard.rule import RunConfiguration
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.planning.cures import with_settings
+from rlhf.planning.layout import Lengths
 from rlhf.planning.machine import LIBRARIES, write_rates
 from rlhf.planning.options import PlanOptions
 from rlhf.planning.plan import Plan, dtype_of, gigabytes, make_plan
@@ -56,14 +57,15 @@ def run_probe(
         timings = RunFolder(short.run.out_dir).read_timings()
     options = replace(options, device=device)
     plan = options.plan(config)
-    rates = measured_rates(plan, timings)
+    like = as_long_as_measured(plan, timings)
+    rates = measured_rates(like, timings)
     file = write_rates(config.run.cache_dir, device, dtype_of(config, device), rates)
     plan = make_plan(config, plan.machine, plan.lengths, rates=rates, may_make=True)
     measured = max(float(row["peak_memory_mb"]) for row in timings) * 2**20
     if as_json:
         print(json.dumps({**plan.as_dict(), "measured": {"peak": measured, "rates": rates}}, indent=2))  # noqa: T201
         return 0
-    console.print(Text("\n".join([*describe(plan), *_measured(plan, measured, file)])), soft_wrap=True)
+    console.print(Text("\n".join([*describe(plan), *_measured(like, measured, file)])), soft_wrap=True)
     return 0
 
 
@@ -84,6 +86,15 @@ def shortened(config: RunConfiguration, folder: str) -> RunConfiguration:
     return with_settings(config, settings)
 
 
+def as_long_as_measured(plan: Plan, timings: Sequence[Mapping[str, Any]]) -> Plan:
+    """Plan the run for rows as long as those of the probe were on average."""
+    tokens = [float(row["tokens_per_second"] or 0) * sum(row["seconds"].values()) for row in timings[1:] or timings]
+    step = plan.layout.step
+    share = statistics.median(tokens) / (step.rows * step.length) or 1.0
+    prompt, completion = (max(1, round(share * length)) for length in (step.prompt, step.completion))
+    return make_plan(plan.config, plan.machine, Lengths(prompt=prompt, completion=completion), may_make=True)
+
+
 def measured_rates(plan: Plan, timings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the operations per second of each phase: the plan's operations over the median seconds after step 1."""
     rows = [row["seconds"] for row in timings[1:] or timings]
@@ -99,10 +110,11 @@ def measured_rates(plan: Plan, timings: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def _measured(plan: Plan, measured: float, file: Path) -> list[str]:
-    planned = plan.peak if plan.machine.device == "cuda" else plan.peak + LIBRARIES["cpu"]
+    planned = max(plan.memory.of(phase) for phase in plan.memory.phases if phase != "export")  # after the last step
+    planned += 0 if plan.machine.device == "cuda" else LIBRARIES["cpu"]
     what = "allocated on the GPU" if plan.machine.device == "cuda" else "resident, libraries included"
     return [
-        f"measured in {STEPS} steps: {gigabytes(measured)} GB {what}; planned {gigabytes(planned)} GB "
-        f"({measured / planned - 1:+.0%})",
+        f"measured in {STEPS} steps: {gigabytes(measured)} GB {what}; planned for rows as long as theirs on average "
+        f"({plan.layout.step.length} tokens): {gigabytes(planned)} GB ({planned / measured - 1:+.0%})",
         f"the rates are kept in {file}",
     ]

@@ -21,6 +21,8 @@ SIZES["nf4"] = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight; nf4 has an 8-bit scale for each block of 64, and a float32 scale for 256 of these."""
 MOMENTS = {"adamw": 2 * 4.0, "adamw_8bit": 2 * (1 + 4 / 256), "sgd": 0.0}
 """Bytes of the optimizer's moments per trained float32 parameter; in 8 bits a block of 256 has a float32 scale."""
+WIDENED_MOMENTS = 5
+"""Float32 matrices that an 8-bit step of one matrix holds on a CPU: two moments, a gradient, a root and a quotient."""
 CHUNK_TOKENS = {"cpu": 256, "cuda": 4096}
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}
 KEPT_PROBABILITIES = {"cpu": 2**24, "cuda": 2**27}

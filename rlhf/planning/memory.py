@@ -14,6 +14,7 @@ from rlhf.planning.arithmetic import (
     MOMENTS,
     RECORDED_WORKSPACES,
     SIZES,
+    WIDENED_MOMENTS,
     WORKSPACE,
     WORKSPACES,
     Bytes,
@@ -334,13 +335,14 @@ class _Memory:
         computed_again = layer_activations(role.shape, rows, role.how) if role.checkpointed else 0.0
         states = (role.name, "activations")
         logits = (role.name, "logits")
-        if not role.has_head:
-            yield _Moment({states: kept + computed_again + working}, at_start=True)
-            return
-        passing: Head = head(role.shape, rows, role.how, trained=role.is_full)
-        passed = passing.kept + self.widened(role)
-        yield _Moment({states: kept, logits: passed + passing.forward}, at_start=True)
-        yield _Moment({states: kept, logits: passed + passing.backward}, at_start=True)
+        if self.layout.device == "cpu" and role.optimizer == "adamw_8bit" and role.is_full:
+            matrix = max(role.shape.embedding, role.shape.hidden * role.shape.intermediate)
+            yield _Moment({(role.name, "moments"): WIDENED_MOMENTS * matrix * SIZES["float32"]}, at_start=False)
+        if role.has_head:
+            passing: Head = head(role.shape, rows, role.how, trained=role.is_full)
+            passed = passing.kept + self.widened(role)
+            yield _Moment({states: kept, logits: passed + passing.forward}, at_start=True)
+            yield _Moment({states: kept, logits: passed + passing.backward}, at_start=True)
         yield _Moment({states: kept + computed_again + working}, at_start=True)
         one = kept / role.shape.layers + computed_again
         embedding = role.shape.embedding * role.how.wide if role.is_full else 0.0

@@ -122,6 +122,22 @@ def test_a_layer_is_computed_again_once_the_logits_are_gone(monkeypatch: pytest.
     assert memory.of("update") == 372 * 16 + inputs / 2 + 640 + working  # a layer, and its backward pass
 
 
+def test_an_8_bit_step_on_a_cpu_widens_what_a_matrix_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "read_shape", lambda path, may_make=False: replace(TWO_LAYERS, vocabulary=400))
+    config = train_config(settings("sft", batch__prompts_per_step=1, policy__optimizer="adamw_8bit"))
+    memory = make_plan(config, CPU, Lengths(prompt=1, completion=3)).memory
+    assert memory.of("update") == 1908 * (8 + 2 * (1 + 4 / 256)) + 5 * 1600 * 4
+    assert make_plan(config, GPU, Lengths(prompt=1, completion=3)).memory.of("update") - 3 * 2**25 < memory.of("update")
+
+
+def test_a_reward_model_s_gradients_are_all_there_at_the_end_of_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "read_shape", lambda path, may_make=False: replace(TWO_LAYERS, vocabulary=400))
+    tree = {"model": {"model": "m"}, "data": {"preferences": {"path": "p"}}, "batch": {"prompts_per_step": 1}}
+    plan = make_plan(reward_model_config(tree), CPU, Lengths(prompt=1, completion=3))
+    trained = plan.layout.trained[0].trained
+    assert plan.memory.of("update") > trained * 16 + 1600 * 4  # and the embedding's gradient, before it is added
+
+
 def test_prompts_are_shared_where_it_saves_a_tenth_of_the_tokens() -> None:
     rows = Rows(rows=8, prompts=2, prompt=10, completion=20)
     assert rows.is_shared

@@ -17,6 +17,7 @@ from test_memory_planned import GPU, QWEN, planned
 
 import rlhf
 from rlhf.cli import main
+from rlhf.commands.probe import as_long_as_measured, measured_rates
 from rlhf.config.files import merge_overrides, parse_overrides
 from rlhf.config.load import load_train, train_config
 from rlhf.errors import UserError
@@ -31,6 +32,14 @@ from rlhf.section import Facts
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 1e9
+
+
+LONG_SFT = [
+    "policy.model=Qwen/Qwen2.5-0.5B",
+    "algorithm.preset=sft",
+    "data.sft.path=texts.jsonl",
+    "data.sft.max_tokens=1000",
+]
 
 
 def on(size: float, processes: int = 1) -> Machine:
@@ -328,6 +337,17 @@ def test_a_probe_measures_three_steps_and_keeps_the_rates(
     step = plan["seconds_per_step"]
     assert step == pytest.approx({phase: plan["operations"][phase] / rates[phase] for phase in rates})
     assert plan["seconds_per_run"] == pytest.approx(sum(step.values()))
+
+
+def test_the_rates_of_a_probe_are_for_rows_as_long_as_its_own() -> None:
+    plan = make_plan(train_config(merge_overrides({}, parse_overrides(LONG_SFT))), on(24))
+    step = plan.layout.step
+    timings = [{"tokens_per_second": step.rows * 20.0, "seconds": {"data": 1.0, "update": 4.0}}] * 3
+    like = as_long_as_measured(plan, timings)
+    assert like.layout.step.length == pytest.approx(100, abs=1)
+    rate = measured_rates(like, timings)["update"]
+    assert rate == pytest.approx(like.operations()["update"] / 4)
+    assert rate < plan.operations()["update"] / 4 / 5  # the file allows rows of 1,000 tokens
 
 
 def test_rates_of_one_device_stay_beside_those_of_another(tmp_path: Path) -> None:
