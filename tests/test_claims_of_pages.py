@@ -545,3 +545,29 @@ def test_a_wrong_number_would_be_noticed() -> None:
     assert wrong(["2.84", "5.16"], [2.837, 5.1587]) == []
     assert wrong(["2.85"], [2.837]) == ["2.85, measured 2.837"]
     assert wrong(["-1.5"], [-1.48]) == []
+
+
+SAMPLERS = {
+    "on policy": "on_policy",
+    "1 step old": "none_1",
+    "1 step old, `token_truncate`": "token_1",
+    "4 steps old": "none_4",
+    "4 steps old, `token_truncate`": "token_4",
+    "4 steps old, `sequence_mask`": "sequence_4",
+    "8 bits in the sampler": "int8_none",
+    "8 bits in the sampler, `token_truncate`": "int8_token",
+    "on policy, all in bfloat16": "bfloat16",
+}
+
+
+def test_stale_and_8_bit_samples_on_smollm2_are_as_measured() -> None:
+    arms = read("compare_detox_samplers.json")["arms"]
+    shown = {cells[0]: cells[1:] for cells in rows(page("docs/vllm.md")) if cells[0] in SAMPLERS}
+    assert shown.keys() == SAMPLERS.keys()
+    for name, cells in shown.items():
+        (row,) = arms[SAMPLERS[name]]
+        values = [
+            row[key] for key in ("score", "low", "high", "kl", "mismatch", "ess", "seconds") if row[key] is not None
+        ]
+        figures = [figure for cell in cells for figure in numbers(cell)]
+        assert all(is_rounded(*pair) for pair in zip(figures, values, strict=True)), name
