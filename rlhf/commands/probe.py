@@ -87,7 +87,7 @@ def shortened(config: RunConfiguration, folder: str) -> RunConfiguration:
 
 
 def as_long_as_measured(plan: Plan, timings: Sequence[Mapping[str, Any]]) -> Plan:
-    """Plan the run for rows as long as those of the probe were on average."""
+    """Plan the run for rows of the mean length that the probe measured."""
     tokens = [float(row["tokens_per_second"] or 0) * sum(row["seconds"].values()) for row in timings[1:] or timings]
     step = plan.layout.step
     share = statistics.median(tokens) / (step.rows * step.length) or 1.0

@@ -37,7 +37,7 @@ def trainer_side() -> tuple[Any, Any, Any]:
 
 
 class NcclLink:
-    """The NCCL group of the trainer's GPU and those of one vLLM server.
+    """Send weights through one NCCL group: the GPU of the trainer and the GPUs of one vLLM server.
 
     vLLM's engine for trainers calls this object as its client, which asks the server to take part, and reads the
     tensors from it as from a module.
@@ -68,7 +68,7 @@ class NcclLink:
         self._engine = self._watched(
             self._open,
             "cannot be sent weights by NCCL",
-            "Start vLLM 0.32 or later anew, on other GPUs than the trainer's, with VLLM_SERVER_DEV_MODE=1 and "
+            "Start vLLM 0.32 or later again on GPUs that the trainer does not use, with VLLM_SERVER_DEV_MODE=1 and "
             """--weight-transfer-config '{"backend": "nccl"}', or set sampling.server.transfer=folder""",
         )
 
