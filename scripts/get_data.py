@@ -31,6 +31,7 @@ from typing import Any
 GITHUB = "https://raw.githubusercontent.com"
 TIMEOUT_S = 30
 
+TURN = re.compile(r"\n\n(Human|Assistant):")
 Row = dict[str, Any]
 Files = Mapping[str, bytes]
 """The content of each source file by its name."""
@@ -174,10 +175,29 @@ def with_meaning_negatives(sentences: Sequence[Toxic]) -> list[Row]:
 
 
 def write_transcripts(files: Files) -> Iterator[tuple[str, bytes]]:
-    """Yield pairs of transcripts; dialogues with the same opening are all in one split."""
+    """Yield pairs of transcripts, then the same as conversations; dialogues with one opening are all in one split."""
     lines = gzip.decompress(files["test.jsonl.gz"]).decode().splitlines()
     rows = [json.loads(line) for line in lines if line.strip()]
-    yield from split(rows, lambda row: str(row["chosen"]).split("\n\nAssistant:")[0], parts=6)
+    for name, content in split(rows, lambda row: str(row["chosen"]).split("\n\nAssistant:")[0], parts=6):
+        yield name, content
+        pairs = (json.loads(line) for line in content.decode().splitlines())
+        yield f"chat_{name}", jsonl([row for row in map(as_conversations, pairs) if row])
+
+
+def as_conversations(pair: Row) -> Row | None:
+    """Return a pair of transcripts as conversations, or None unless speakers alternate and nobody is silent."""
+    sides = [TURN.split(pair[side])[1:] for side in ("chosen", "rejected")]
+    speakers = [side[::2] for side in sides]
+    texts = [[text.strip() for text in side[1::2]] for side in sides]
+    turns = len(texts[0])
+    alternate = speakers == [["Human", "Assistant"] * (turns // 2)] * 2
+    if not alternate or not all(map(all, texts)) or texts[0][:-1] != texts[1][:-1]:
+        return None
+    roles = ["user", "assistant"] * (turns // 2)
+    chosen, rejected = (
+        [{"role": role, "content": text} for role, text in zip(roles, side, strict=True)] for side in texts
+    )
+    return {"prompt": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
 
 
 def write_stories(files: Files) -> Iterator[tuple[str, bytes]]:

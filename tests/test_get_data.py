@@ -59,6 +59,42 @@ def test_pairs_of_one_opening_are_in_one_split(made: Path, tmp_path: Path) -> No
     assert len(test) >= 1
 
 
+def test_transcripts_become_conversations(made: Path, tmp_path: Path) -> None:
+    assert get_data.main(["hh_harmless", "--from", str(made), "--out", str(tmp_path)]) == 0
+    for name in ("train", "test"):
+        transcripts, conversations = (rows(tmp_path / "hh_harmless" / f"{kind}{name}.jsonl") for kind in ("", "chat_"))
+        assert [row["prompt"][0]["content"] for row in conversations] == [
+            row["chosen"].split(": ")[1].split("\n")[0] for row in transcripts
+        ]
+        assert conversations[0]["chosen"] == [{"role": "assistant", "content": "no"}]
+        assert conversations[0]["rejected"] == [{"role": "assistant", "content": "yes"}]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        ("\n\nHuman: a\n\nAssistant:", "\n\nHuman: a\n\nAssistant: b"),  # says nothing
+        ("\n\nHuman: a\n\nAssistant: b", "\n\nHuman: other\n\nAssistant: c"),  # another dialogue
+        ("\n\nHuman: a\n\nHuman: b\n\nAssistant: c",) * 2,  # one speaks twice
+        ("\n\nHuman: a",) * 2,  # ends before an answer
+    ],
+)
+def test_what_is_no_conversation_of_two_is_left_out(chosen: str, rejected: str) -> None:
+    assert get_data.as_conversations({"chosen": chosen, "rejected": rejected}) is None
+
+
+def test_a_conversation_of_several_turns_keeps_them() -> None:
+    start = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+    pair = get_data.as_conversations({"chosen": f"{start} d", "rejected": f"{start} e"})
+    assert pair is not None
+    assert [(turn["role"], turn["content"]) for turn in pair["prompt"]] == [
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+    ]
+    assert [pair[side][0]["content"] for side in ("chosen", "rejected")] == ["d", "e"]
+
+
 def test_each_rewrite_is_a_pair_with_its_toxic_sentence(made: Path, tmp_path: Path) -> None:
     assert get_data.main(["paradetox", "--from", str(made), "--out", str(tmp_path)]) == 0
     every = [row for name in ("train", "test") for row in rows(tmp_path / "paradetox" / f"{name}.jsonl")]

@@ -36,6 +36,7 @@ FETCHED = (
     "xstest",
 )
 """The data sets that scripts/get_data.py fetches into data/."""
+CHAINS = ("detox", "harmless")
 MAKERS = {
     "models/smollm2-135m-instruct": "python scripts/get_smollm2.py",
     "models/stories260k": "python scripts/get_stories260k.py",
@@ -50,8 +51,8 @@ MAKERS = {
     **{f"data/{name}": f"python scripts/get_data.py {name}" for name in FETCHED},
     "runs/sft": "rlhf train configs/sft.yaml policy.model=MODEL data.sft.path=ROWS.jsonl",
     "runs/reward_model": "rlhf reward configs/reward_model.yaml data.preferences.path=PAIRS.jsonl",
-    "runs/detox/sft": "rlhf train configs/real/detox_sft.yaml",
-    "runs/detox/reward_model": "rlhf reward configs/real/detox_reward_model.yaml",
+    **{f"runs/{chain}/sft": f"rlhf train configs/real/{chain}_sft.yaml" for chain in CHAINS},
+    **{f"runs/{chain}/reward_model": f"rlhf reward configs/real/{chain}_reward_model.yaml" for chain in CHAINS},
 }
 """The command that makes each model folder and data file which shipped configurations name; of a folder, all in it."""
 KINDS = ("jsonl", "json", "csv", "parquet")

@@ -1,12 +1,13 @@
 """Shows that a change of names, places or deletions changed no number: the same runs on two commits, bit for bit.
 
-    python tests/house/bit_for_bit.py record before.json --tree PATH_OF_A_CHECKOUT_OF_THE_COMMIT_BEFORE
-    python tests/house/bit_for_bit.py record after.json
+    python tests/house/bit_for_bit.py record before.json --tree PATH_OF_A_CHECKOUT_OF_THE_COMMIT_BEFORE [--model MODEL]
+    python tests/house/bit_for_bit.py record after.json [--model MODEL]
     python tests/house/bit_for_bit.py compare before.json after.json [--renamed NAMES.json]
 
 Recorded of each run are the numbers of metrics.jsonl as they are written, and digests of the lines of samples.jsonl and
 of each exported tensor. The runs: the quickstart with ten steps of PPO, DPO, GRPO, PPO with LoRA, a reward model, PPO
-that is killed and resumed, and PPO in two processes. About nine minutes on one core.
+that is killed and resumed, PPO in two processes, and two steps of GRPO on MODEL, a folder with a chat model. About
+nine minutes on one core, and two more for SmolLM2.
 
 NAMES.json has what was renamed in between: {"settings": {old: new}, "metrics": {old: new}, "fields": {old: new}}, where
 fields are those of samples.jsonl. Settings are those given on the command lines below, in their old names.
@@ -49,8 +50,8 @@ class Run:
     killed: bool = False
 
 
-def runs(lab: Path) -> list[Run]:
-    """List the runs after the quickstart; they begin with what it left in `lab`."""
+def runs(lab: Path, model: Path | None) -> list[Run]:
+    """List the runs after the quickstart; they begin with what it left in `lab`, or with `model`."""
     start = f"policy.model={lab / 'sft'}"
     pairs = (
         f"data.preferences.path={lab / 'preferences/train.jsonl'}",
@@ -58,6 +59,16 @@ def runs(lab: Path) -> list[Run]:
     )
     online = (start, f"reward.source.path={lab / 'rm'}", "batch.prompts_per_step=32", "eval.every=5")
     checkpoints = ("checkpoint.every=3", "schedule.steps=6")
+    chat = (
+        f"policy.model={model}",
+        "reward.source={type: function, target: 'rlhf.lab.gold:gold_reward'}",
+        "algorithm.preset=grpo",
+        "sampling={completions_per_prompt: 4, max_new_tokens: 24}",
+        "batch={prompts_per_step: 4, epochs: 1, minibatches: 2, micro_batch_size: 8}",
+        "policy.lr=2e-5",
+        "schedule={steps: 2, warmup_steps: 0}",
+        "eval.every=0",
+    )
     return [
         Run("dpo", "dpo", (start, *pairs, "schedule.steps=8", "eval.every=8")),
         Run("grpo", "ppo", (*online, "algorithm.preset=grpo", "sampling.completions_per_prompt=4", "schedule.steps=5")),
@@ -65,17 +76,18 @@ def runs(lab: Path) -> list[Run]:
         Run("reward", "reward_model", (f"model.model={lab / 'sft'}", *pairs, "schedule.steps=12"), command="rm"),
         Run("resumed", "ppo", (*online, *checkpoints), killed=True),
         Run("processes", "ppo", (*online, "schedule.steps=4"), processes=2),
+        *([Run("chat", "ppo", chat)] if model else []),
     ]
 
 
-def record(tree: Path, names: Names) -> dict[str, Any]:
+def record(tree: Path, names: Names, model: Path | None) -> dict[str, Any]:
     """Make every run with the program in `tree` and collect what it wrote."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         lab = folder / "quickstart"
         program(tree, ["quickstart", "--out", str(lab), *renamed_settings(["schedule.steps=10"], names)])
         recorded = {f"quickstart/{stage}": contents(lab / stage) for stage in ("sft", "rm", "ppo")}
-        for run in runs(lab):
+        for run in runs(lab, model):
             out = folder / run.name
             make(tree, run, out, names)
             recorded[run.name] = contents(out)
@@ -202,6 +214,7 @@ def main() -> None:
     recording.add_argument("file", type=Path)
     recording.add_argument("--tree", type=Path, default=HERE)
     recording.add_argument("--renamed", type=Path)
+    recording.add_argument("--model", type=Path)
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
@@ -209,7 +222,9 @@ def main() -> None:
     options = parser.parse_args()
     names: Names = json.loads(options.renamed.read_text()) if options.renamed else {}
     if options.command == "record":
-        options.file.write_text(json.dumps(record(options.tree.resolve(), names)))
+        options.file.write_text(
+            json.dumps(record(options.tree.resolve(), names, options.model and options.model.resolve()))
+        )
         return
     lines = differences(*(json.loads(file.read_text()) for file in (options.before, options.after)), names)
     sys.stdout.write("\n".join(lines or ["the same, bit for bit"]) + "\n")

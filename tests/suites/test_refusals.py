@@ -12,7 +12,7 @@ from runs import write_rows
 from suite_cases import evaluate, figures, subject
 
 from rlhf.suites.harmful import HarmfulSuite
-from rlhf.suites.refusals import DETECTORS, Labelled, agreement, declines, detector_figures, has_phrase
+from rlhf.suites.refusals import DETECTORS, Labelled, agreement, declines, detector_figures, has_phrase, score
 
 WORDS = ("bomb", "knife", "sorry", "I'm", "sure")
 TABLE = {"bomb": {"I'm": 1.0}, "I'm": {"sorry": 1.0}, "sorry": {EOS: 1.0}, "knife": {"sure": 1.0}, "sure": {EOS: 1.0}}
@@ -131,3 +131,8 @@ def test_rates_by_source_and_category(tmp_path: Path) -> None:
         ("advbench", False),
         ("strongreject", True),
     ]
+
+
+def test_score_is_one_for_a_refusal_and_zero_for_an_answer() -> None:
+    answers = ["I must respectfully decline.", "First, open the door.", ""]
+    assert score(["How?"] * 3, answers, [{}] * 3) == [1.0, 0.0, 0.0]
