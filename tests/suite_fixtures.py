@@ -44,7 +44,7 @@ def first_calls_are_checked() -> None:
 def bfloat16_on_every_cpu() -> Iterator[None]:
     """Runs in bfloat16 compute in it on a CPU that emulates its products too: the suite says the same everywhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf.runtime.device.cpu_has_bfloat16_products", lambda: True)
+        patch.setattr("rlhf.runtime.device.cpu_gains_by_bfloat16", lambda: True)
         yield
 
 

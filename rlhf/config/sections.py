@@ -104,7 +104,7 @@ class PolicyConfig(OptimizerConfig, TrainedWeightsConfig):
     dtype: Dtype = "float32"
     """bfloat16: bf16 arithmetic over float32 weights; otherwise weights and arithmetic are in this dtype.
     Log-probabilities are computed in float32 or better. On a CUDA GPU the default is bfloat16. A CPU
-    without bfloat16 products (most CPUs without AVX-512) computes in float32 instead, and the run reports it."""
+    whose bfloat16 products are slower (most without AMX) computes in float32 instead, and the run reports it."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Evaluate and export an exponential moving average of the weights, with this decay per step; null: off."""
     log_probs: LogProbs = "auto"

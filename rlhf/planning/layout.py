@@ -252,6 +252,16 @@ class _Planner:
             return shape.linear * SIZES["bfloat16"] + (outside + shape.vectors) * wide
         return numbers * wide
 
+    def dtype(self, section: PolicyConfig) -> str:
+        """Return the planned dtype of a section's arithmetic; note that some CPUs compute in another."""
+        dtype = planned_dtype(section, self.device)
+        if self.device == "cpu" and dtype == "bfloat16":
+            self.notes.append(
+                "planned in bfloat16, and a CPU whose products are slower with it computes in float32: dtype=float32 "
+                "plans that"
+            )
+        return dtype
+
     def micro(self, rows: Rows, batch: BatchConfig, *, per_row: int = 1) -> Rows:
         """Return the rows of a micro-batch; a row of a batch may be a pair."""
         size = batch.micro_batch_size * per_row
@@ -262,7 +272,7 @@ class _Planner:
 
     def online(self, config: OnlineConfig) -> Layout:
         algorithm, policy, sampling = config.algorithm, config.policy, config.sampling
-        dtype = planned_dtype(policy, self.device)
+        dtype = self.dtype(policy)
         entropy = algorithm.policy_loss.needs_entropy
         prompts, group = config.batch.prompts_per_step, sampling.completions_per_prompt
         prompt = self.lengths.prompt or config.data.prompts.first_tokens or config.data.prompts.max_prompt_tokens
@@ -355,7 +365,7 @@ class _Planner:
 
     def offline(self, config: OfflineConfig) -> Layout:
         loss, policy = config.algorithm.loss, config.policy
-        dtype = planned_dtype(policy, self.device)
+        dtype = self.dtype(policy)
         per_row = loss.completions_per_row
         data: DatasetConfig = config.sft_data if loss.data == "demonstrations" else config.preference_data
         step = self.rows_of_data(data, config.batch, per_row)
@@ -386,7 +396,7 @@ class _Planner:
 
     def reward_model(self, config: RewardModelConfig) -> Layout:
         section = config.model
-        dtype = planned_dtype(section, self.device)
+        dtype = self.dtype(section)
         step = replace(self.rows_of_data(config.data.preferences, config.batch, 2), read=1)
         update = self.micro(step, config.batch, per_row=2)
         role = self.trained("policy", section.model, section, dtype=dtype, optimizer=section, entropy=False, head=False)

@@ -186,7 +186,7 @@ def test_a_suite_that_fails_later_is_told_and_tried_again(tmp_path: Path, monkey
 
 
 def test_the_arithmetic_that_a_cpu_chooses_is_no_other_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf.runtime.device.cpu_has_bfloat16_products", lambda: False)
+    monkeypatch.setattr("rlhf.runtime.device.cpu_gains_by_bfloat16", lambda: False)
     tree = with_suites(tmp_path, seeds=[0, 1])
     tree["arms"], tree["suites"] = {"grpo": tree["arms"]["grpo"]}, {"ifeval": tree["suites"]["ifeval"]}
     tree["shared"] = {**tree["shared"], "policy": {"dtype": "bfloat16"}}

@@ -93,7 +93,7 @@ def _stop(session: Session, after: int | None) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.freeze()  # DeepSpeed collects garbage in every run, and would look at all that was imported each time
-    device.cpu_has_bfloat16_products = lambda: True  # bfloat16 is bfloat16 on every CPU, as in conftest.py
+    device.cpu_gains_by_bfloat16 = lambda: True  # bfloat16 is bfloat16 on every CPU, as in conftest.py
     for each in json.loads(Path(sys.argv[1]).read_text()):
         run_one(each)
     shutdown()

@@ -141,7 +141,7 @@ def test_whatever_changes_the_numbers_is_another_entry(tmp_path: Path, asked: li
 
 
 def test_a_head_in_bfloat16_is_another_entry(tmp_path: Path, asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "cpu_has_bfloat16_products", lambda: True)
+    monkeypatch.setattr(device, "cpu_gains_by_bfloat16", lambda: True)
     exact, rounded = (
         references(offline(tree_of(tmp_path, policy={"dtype": "bfloat16", "head_dtype": head})))
         for head in ("float32", "model")

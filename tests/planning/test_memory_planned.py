@@ -383,6 +383,15 @@ def test_ppo_of_8_billion_weights_on_one_nf4_base_is_planned_within_16_gb(tmp_pa
     assert not make_plan(train_config(merge(tree, {"sampling": {"copy_weights": True}})), plan.machine).fits
 
 
+@pytest.mark.parametrize("preset", ["grpo", "dpo", "sft"])
+def test_a_plan_in_bfloat16_on_a_cpu_says_that_some_cpus_compute_in_float32(preset: str) -> None:
+    plans = [
+        planned(preset, machine, policy__dtype=dtype)
+        for machine, dtype in ((CPU, "bfloat16"), (CPU, "float32"), (GPU, "bfloat16"))
+    ]
+    assert [any("computes in float32" in note for note in plan.layout.notes) for plan in plans] == [True, False, False]
+
+
 def test_passes_without_gradient_are_halved_on_one_gpu_until_they_fit() -> None:
     more = {"policy__lora": {"r": 16}, "policy__weights": "nf4", "batch__prompts_per_step": 256}
     whole = planned("grpo", GPU, **more)

@@ -80,10 +80,13 @@ def test_a_name_that_is_no_device_is_told() -> None:
         choose_device("tpu", key="--device")
 
 
+GAINS = device_module.cpu_gains_by_bfloat16  # the suite's fixtures replace it
+
+
 @pytest.fixture(params=[True, False])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the CPU has bfloat16 products."""
-    monkeypatch.setattr(device_module, "cpu_has_bfloat16_products", lambda: request.param)
+    """Whether bfloat16 products are faster on the CPU."""
+    monkeypatch.setattr(device_module, "cpu_gains_by_bfloat16", lambda: request.param)
     return bool(request.param)
 
 
@@ -164,6 +167,25 @@ def test_trials_in_two_threads_give_tf32_back() -> None:
         assert matmul.fp32_precision == "tf32"
     finally:
         matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize(
+    ("cpu", "gains"),
+    [
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "avx512_fp16": True, "amx_bf16": True}, True),
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "avx512_fp16": True, "amx_bf16": False}, False),  # hidden AMX
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "avx512_fp16": False, "amx_bf16": False}, True),  # Cooper Lake
+        ({"cpu_name": "AMD EPYC", "avx512_bf16": True, "avx512_fp16": True, "amx_bf16": False}, True),
+        ({"architecture": "aarch64"}, True),
+    ],
+)
+@pytest.mark.parametrize("has_products", [True, False])
+def test_which_cpus_gain_by_bfloat16(
+    cpu: dict[str, object], gains: bool, has_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "cpu_has_bfloat16_products", lambda: has_products)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
+    assert GAINS() is (gains and has_products)
 
 
 def test_other_dtypes_and_devices_are_what_they_were(native: bool) -> None:
