@@ -439,7 +439,12 @@ def test_speed_beside_trl() -> None:
     assert seen == set(STEPS.values())
 
 
-SMALL = {"SFT on its teacher's samples": "sft_samples", "`distill_sft`": "distill_sft", "at the start": "start"}
+SMALL = {
+    "`distill_sft`": "distill_sft",
+    "SFT on its teacher's samples": "sft_samples",
+    "GRPO from the grades": "grpo",
+    "at the start": "start",
+}
 
 
 def test_what_a_smaller_student_learned() -> None:
@@ -562,10 +567,15 @@ SAMPLERS = {
 
 def test_stale_and_8_bit_samples_on_smollm2_are_as_measured() -> None:
     arms = read("compare_detox_samplers.json")["arms"]
-    shown = {cells[0]: cells[1:] for cells in rows(page("docs/vllm.md")) if cells[0] in SAMPLERS}
-    assert shown.keys() == SAMPLERS.keys()
-    for name, cells in shown.items():
-        (row,) = arms[SAMPLERS[name]]
+    shown = {
+        (name, int(seed or 0)): cells[1:]
+        for cells in rows(page("docs/vllm.md"))
+        for name, _, seed in [cells[0].partition(", seed ")]
+        if name in SAMPLERS
+    }
+    assert shown.keys() == {(name, seed) for name, arm in SAMPLERS.items() for seed in range(len(arms[arm]))}
+    for (name, seed), cells in shown.items():
+        row = arms[SAMPLERS[name]][seed]
         values = [
             row[key] for key in ("score", "low", "high", "kl", "mismatch", "ess", "seconds") if row[key] is not None
         ]
