@@ -68,6 +68,7 @@ def runs(lab: Path, model: Path | None) -> list[Run]:
         "policy.lr=2e-5",
         "schedule={steps: 2, warmup_steps: 0}",
         "eval.every=0",
+        "data.eval_prompts.limit=4",
     )
     return [
         Run("dpo", "dpo", (start, *pairs, "schedule.steps=8", "eval.every=8")),
