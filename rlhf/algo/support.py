@@ -28,7 +28,7 @@ LOWEST = -1e4  # nats: its probability is 0, and 0 times it is 0
 
 
 @dataclass(frozen=True)
-class Limits:
+class SamplingLimits:
     """What leaves tokens out; these values leave out none."""
 
     top_k: int = 0  # the likeliest so many; 0: all

@@ -20,14 +20,13 @@ from rlhf.config.compare import (
     TrainedArm,
 )
 from rlhf.config.data import HELD_OUT
-from rlhf.config.files import format_yaml, merge, merge_overrides
+from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
 from rlhf.config.load import drop_unread, dump, read_yaml, train_config, validate
 from rlhf.config.presets import drop_keys
 from rlhf.config.run import UNKNOWN_LENGTH
-from rlhf.config.sections import TrainConfig
+from rlhf.config.sections import RunConfiguration, TrainConfig
 from rlhf.errors import ConfigError, command_or_call
 from rlhf.guard.lint import check_settings
-from rlhf.guard.rule import RunConfiguration
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.plugins import load_plugins
 from rlhf.rewards.source import Source
@@ -89,8 +88,6 @@ FIXED_SETTINGS = {
 }
 LENGTH = ("schedule.steps", "schedule.epochs")
 
-Tree = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -122,7 +119,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """All cells of a comparison.
 
     They come seed after seed, the start model's before those of the arms, so that an unfinished comparison can already
@@ -143,7 +140,9 @@ class Plan:
         return self.cells if self.config.tune is None else [*self.of(START_FOLDER), *self.trials]
 
 
-def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True, trials: bool = True) -> Plan:
+def plan_comparison(
+    config: CompareConfig, *, beside: Path, lab_files: bool = True, trials: bool = True
+) -> ComparisonPlan:
     """Build the cells of a comparison, each with a complete configuration that has been validated.
 
     Args:
@@ -174,7 +173,7 @@ def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True, tr
     tuning = _trials(config, base, folder) if trials else []
     if lab_files:
         cells, tuning = [_with_lab_files(cell) for cell in cells], [_with_lab_files(cell) for cell in tuning]
-    return Plan(config, folder, cells, tuning)
+    return ComparisonPlan(config, folder, cells, tuning)
 
 
 def _held_out(base: Tree) -> Tree:
@@ -238,12 +237,12 @@ def _with_lab_files(cell: Cell) -> Cell:
     return cell if train is cell.config.train else replace(cell, config=cell.config.model_copy(update={"train": train}))
 
 
-def read_plan(config: CompareConfig, folder: Path) -> Plan:
+def read_plan(config: CompareConfig, folder: Path) -> ComparisonPlan:
     """Read the plan whose cells are in `folder` from their cell.yaml; the base is not read again."""
     twins = [UNTUNED] if config.tune is not None and config.tune.report_default else []
     names = [START_FOLDER, *(f"{arm}{ending}" for arm in config.arms for ending in ("", *twins))]
     folders = [folder / name / f"seed-{seed}" for name in names for seed in config.seeds]
-    return Plan(config, folder, [read_cell(path) for path in folders if (path / CELL).is_file()])
+    return ComparisonPlan(config, folder, [read_cell(path) for path in folders if (path / CELL).is_file()])
 
 
 def ensure_owner(cell: Cell) -> None:
@@ -415,6 +414,6 @@ def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: T
     return settings
 
 
-def trained_arms(plan: Plan) -> dict[str, RunConfiguration]:
+def trained_arms(plan: ComparisonPlan) -> dict[str, RunConfiguration]:
     """Return the runs of a comparison's trained arms, one for all its seeds."""
     return {f"arms.{cell.arm}": cell.config.train for cell in plan.cells if cell.config.budget is not None}

@@ -273,7 +273,7 @@ class StreamedSource(Generic[T]):
                 counts.add(row, bad.reason, bad.detail)
 
 
-Source = MemorySource[T] | StreamedSource[T]
+RowSource = MemorySource[T] | StreamedSource[T]
 """One source of a mixture: an endless sequence of encoded rows, epoch after epoch."""
 
 
@@ -282,7 +282,7 @@ class MixedStream(Generic[T, S]):
 
     def __init__(
         self,
-        sources: Mapping[str, Source[T]],
+        sources: Mapping[str, RowSource[T]],
         schedule: QuotaSchedule,
         rows_per_step: int,
         collect: Callable[[Sequence[Entry[T]], Sequence[str]], S],

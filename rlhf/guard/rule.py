@@ -10,11 +10,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
+from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, RunConfiguration
 from rlhf.planning.shapes import read_header
 from rlhf.section import Facts, Rule, Value
-
-RunConfiguration = OnlineConfig | OfflineConfig | RewardModelConfig
 
 ONLINE = (OnlineConfig,)
 OFFLINE = (OfflineConfig,)

@@ -168,7 +168,7 @@ def read_shape(path: str, *, may_make: bool = False) -> Shape | None:
     return None if shape is None else _as_counted(shape, folder)
 
 
-def base_model(path: str) -> str:
+def path_of_base(path: str) -> str:
     """Return the model below an adapter's folder, or the path itself: what is the same for models on one base."""
     folder = _folder(path)
     base = None if folder is None else _read_json(folder / ADAPTER).get("base_model_name_or_path")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rlhf.config.sections import RunConfiguration
 from rlhf.errors import ModelError
 from rlhf.planning.arithmetic import Bytes
-from rlhf.planning.layout import RunConfiguration
 from rlhf.planning.machine import GB, LIBRARIES
 from rlhf.planning.plan import RULE, CurePlan, Machine, Plan, gigabytes, least_of, make_plan
 
 SURE = 0.8  # of the memory: measured peaks are up to a tenth above the plan's (docs/memory.md)
 
 
-def describe(plan: Plan) -> list[str]:
+def describe_plan(plan: Plan) -> list[str]:
     """Return the plan as lines of text."""
     return [*_head(plan), "", *table(plan), "", *_verdict(plan), *_shares(plan), "", *_time(plan)]
 

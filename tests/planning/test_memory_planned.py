@@ -15,7 +15,7 @@ from rlhf.planning import layout
 from rlhf.planning.arithmetic import (
     CACHE_COLUMNS,
     Arithmetic,
-    Rows,
+    PassRows,
     activations,
     head,
     key_value_cache,
@@ -39,7 +39,7 @@ TWO_LAYERS = Shape(
     vocabulary=16,
     tied=True,
 )
-ROW = Rows(rows=1, prompts=1, prompt=1, completion=3)
+ROW = PassRows(rows=1, prompts=1, prompt=1, completion=3)
 CPU, GPU = Machine(device="cpu"), Machine(device="cuda")
 QWEN = "Qwen/Qwen2.5-1.5B-Instruct"
 
@@ -139,11 +139,11 @@ def test_a_reward_model_s_gradients_are_all_there_at_the_end_of_its_pass(monkeyp
 
 
 def test_prompts_are_shared_where_it_saves_a_tenth_of_the_tokens() -> None:
-    rows = Rows(rows=8, prompts=2, prompt=10, completion=20)
+    rows = PassRows(rows=8, prompts=2, prompt=10, completion=20)
     assert rows.is_shared
     assert rows.tokens == 2 * 10 + 8 * 20
-    assert Rows(rows=8, prompts=8, prompt=10, completion=20).tokens == 8 * 30
-    assert Rows(rows=2, prompts=1, prompt=10, completion=100).tokens == 2 * 110  # 10 of 220 would be saved
+    assert PassRows(rows=8, prompts=8, prompt=10, completion=20).tokens == 8 * 30
+    assert PassRows(rows=2, prompts=1, prompt=10, completion=100).tokens == 2 * 110  # 10 of 220 would be saved
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo", "ppo"])

@@ -163,7 +163,7 @@ class RectangleLayout:
         return [self.first] if self.second is None else [self.first, self.second]
 
 
-Layout = RectangleLayout | VarlenLayout
+PackedLayout = RectangleLayout | VarlenLayout
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class PackedBatch:
     predictor_index: Int[Tensor, " M"]  # the token before each live completion token, in the order of completion_mask
     last: Int[Tensor, " B"]  # the last live token of each row
     longest: int  # tokens of the longest prompt with its completion
-    layout: Layout  # for attention
+    layout: PackedLayout  # for attention
 
     @property
     def places(self) -> list[RectangleIndex]:
