@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, RunConfiguration
-from rlhf.planning.shapes import base_of_adapter, read_header
+from rlhf.planning.shapes import path_of_base, read_header
 from rlhf.section import Facts, Rule, Value
 
 ONLINE = (OnlineConfig,)
@@ -53,7 +53,7 @@ def read_facts(config: RunConfiguration) -> Facts:
     Of an adapter it is the model below it; the name of a run folder says nothing of the model in it.
     """
     model = config.model.model if isinstance(config, RewardModelConfig) else config.policy.model
-    base = base_of_adapter(model) or model
+    base = path_of_base(model)
     folder = Path(base.removesuffix("@best")).expanduser()
     is_run = (folder / "config.yaml").is_file()
     return Facts(parameters=_parameters_in(folder) or (None if is_run else parameters_in_name(base)))

@@ -158,8 +158,8 @@ def read_shape(path: str, *, may_make: bool = False) -> Shape | None:
     if folder is None:
         return published_shape(path) or _cached(path, may_make=may_make)
     if (folder / ADAPTER).is_file():
-        base = base_of_adapter(path)
-        return read_shape(base, may_make=may_make) if base else None
+        base = _read_json(folder / ADAPTER).get("base_model_name_or_path")
+        return read_shape(str(base), may_make=may_make) if base else None
     if not (folder / CONFIG).is_file():
         return None
     shape = shape_of_config(_read_json(folder / CONFIG))
@@ -170,15 +170,10 @@ def read_shape(path: str, *, may_make: bool = False) -> Shape | None:
 
 def path_of_base(path: str) -> str:
     """Return the model below an adapter's folder, or the path itself: what is the same for models on one base."""
-    name = base_of_adapter(path) or path
-    return str(Path(name).resolve()) if Path(name).exists() else name
-
-
-def base_of_adapter(path: str) -> str | None:
-    """Return the model that the adapter in a folder, or a run's adapter, belongs to; None where there is no adapter."""
     folder = _folder(path)
     base = None if folder is None else _read_json(folder / ADAPTER).get("base_model_name_or_path")
-    return None if base is None else str(base)
+    name = path if base is None else str(base)
+    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def _folder(path: str) -> Path | None:
