@@ -14,12 +14,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import yaml
-from annotated_types import Ge, Gt, Le, Lt
 from doc_links import fill_template, link_pages, link_papers
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rlhf.algorithms.presets import PRESETS
+from rlhf.commands.explain import LIMITS
 from rlhf.config.compare import CompareConfig
 from rlhf.config.sections import RewardModelConfig, TrainSections
 from rlhf.section import Choice, OneOf, Section, description
@@ -31,7 +31,6 @@ ROOTS: tuple[tuple[str, type[Section]], ...] = (
     ("rlhf compare", CompareConfig),
 )
 NAMES = {str: "text", int: "integer", float: "number", bool: "true or false"}
-SIGNS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
 FEWEST_SHARED = 2  # settings of an earlier section that are referred to instead of repeated
 
 
@@ -388,7 +387,7 @@ def _limits(metadata: typing.Sequence[object]) -> str:
     limits = [
         f"{sign} {getattr(limit, name):g}"
         for limit in metadata
-        for kind, (sign, name) in SIGNS.items()
+        for kind, (sign, name) in LIMITS.items()
         if isinstance(limit, kind)
     ]
     return f" {', '.join(limits)}" if limits else ""

@@ -23,8 +23,9 @@ import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
+from rlhf.algo.divergence import LOWEST
+
 BITS = 8
-LOWEST = -1e4  # nats: its probability is 0, and 0 times it is 0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from rlhf.config.weights import QUANTIZED
 from rlhf.planning.arithmetic import (
     CACHE_COLUMNS,
     MOMENTS,
@@ -82,7 +83,6 @@ class Memory:
         return self.of(self.peak_phase)
 
 
-QUANTIZED = ("int8", "nf4")
 Parts = dict[tuple[str, str], Bytes]  # bytes by role and kind
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from rlhf.config.files import merge
 from rlhf.config.load import reward_model_config, train_config
-from rlhf.planning import layout
+from rlhf.models import logprobs
+from rlhf.planning import arithmetic, layout
 from rlhf.planning.arithmetic import (
     CACHE_COLUMNS,
     Arithmetic,
@@ -26,7 +27,9 @@ from rlhf.planning.memory import least_memory
 from rlhf.planning.plan import Machine, Plan, make_plan
 from rlhf.planning.seconds import operations
 from rlhf.planning.shapes import PUBLISHED, Shape, published_shape
+from rlhf.rewards.model import ModelSource
 from rlhf.sampling.fast.recorded import COLUMN_MULTIPLE
+from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
 
 TWO_LAYERS = Shape(
     family="llama",
@@ -461,3 +464,10 @@ def test_a_4_bit_base_is_never_loaded_in_more_bits() -> None:
     policy = quantized.layout.roles[0]
     assert policy.loaded == policy.weights < policy.shape.parameters * 2.0
     assert quantized.memory.of("load") < quantized.memory.of("update")
+
+
+def test_the_plan_counts_with_the_sizes_that_a_run_has() -> None:
+    sizes = (arithmetic.CHUNK_TOKENS, arithmetic.CHUNK_LOGITS, arithmetic.KEPT_PROBABILITIES)
+    assert sizes == (logprobs.CHUNK_TOKENS, logprobs.MAX_CHUNK_LOGITS, logprobs.MAX_SAVED_PROBS)
+    assert layout.NO_GRAD_PASSES == NO_GRAD_BATCH_MULTIPLIER
+    assert ModelSource.model_fields["micro_batch_size"].default == layout.SCORED_ROWS

@@ -25,12 +25,12 @@ from rlhf.models.kernels.attention import (
     RectangleIndex,
     RectangleLayout,
     VarlenLayout,
-    compute_dtype,
     packed_attention,
     shared_runs,
     whole_runs,
 )
 from rlhf.models.kernels.cast import HALF_DTYPES
+from rlhf.models.kernels.quantized import compute_dtype
 from rlhf.models.text_config import text_config
 from rlhf.runtime.device import exact_products, is_device_error
 

@@ -27,13 +27,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.models.adapters import is_lora_linear
-from rlhf.models.kernels.attention import PackedBatch, RectangleIndex, attend, compute_dtype
+from rlhf.models.kernels.attention import PackedBatch, RectangleIndex, attend
 from rlhf.models.kernels.cast import cast_weight, pad_rows_for_onednn
 from rlhf.models.kernels.llama import elementwise
 from rlhf.models.kernels.llama.elementwise import ACTIVATIONS, Weight
 from rlhf.models.kernels.llama.families import READERS, Layer, Norm, Norms, Projection, Reader, norm_of, read_layers
 from rlhf.models.kernels.packing import build_probe, full_precision, packed_inputs
-from rlhf.models.kernels.quantized import QuantizedLinear, is_linear
+from rlhf.models.kernels.quantized import QuantizedLinear, compute_dtype, is_linear
 from rlhf.runtime.device import is_device_error
 
 
