@@ -209,7 +209,7 @@ def _baselines(pairs: PairSet, train: PairSet, seed: int) -> dict[str, Baseline]
     return scored
 
 
-def _baseline(result: PairAccuracy, n_train: int) -> Baseline:
+def _baseline(result: Accuracy, n_train: int) -> Baseline:
     return Baseline(accuracy=result.accuracy, low=result.low, high=result.high, n=result.n, n_train=n_train)
 
 
@@ -336,7 +336,7 @@ MIN_CLUSTERS = 10
 
 
 @dataclass(frozen=True)
-class PairAccuracy:
+class Accuracy:
     """Share of pairs whose chosen side scores higher (ties count half), with a 95 % bootstrap interval."""
 
     accuracy: float
@@ -372,7 +372,7 @@ class CalibrationBin:
     n: int
 
 
-def accuracy(gaps: Float[Tensor, " N"], clusters: Sequence[Hashable], *, seed: int) -> PairAccuracy:
+def accuracy(gaps: Float[Tensor, " N"], clusters: Sequence[Hashable], *, seed: int) -> Accuracy:
     """Compute the accuracy of score gaps (chosen - rejected) with its bootstrap interval.
 
     Pairs of one prompt are not independent, so the bootstrap resamples whole clusters (prompts); if there are fewer
@@ -392,7 +392,7 @@ def accuracy(gaps: Float[Tensor, " N"], clusters: Sequence[Hashable], *, seed: i
         draw = torch.randint(groups, (groups,), generator=random)
         means[i] = totals[draw].sum() / sizes[draw].sum()
     low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return PairAccuracy(accuracy=won.mean().item(), low=low, high=high, n=len(won))
+    return Accuracy(accuracy=won.mean().item(), low=low, high=high, n=len(won))
 
 
 def subset_accuracy(gaps: Float[Tensor, " N"], where: Bool[Tensor, " N"]) -> SubsetAccuracy:

@@ -98,9 +98,15 @@ def names_of_two_types(sources: Iterable[Iterable[ast.AST]]) -> list[str]:
     return sorted(name for name in set().union(*(classes for classes, _ in files)) if counts[name] > 1)
 
 
+NAMED_ALIKE = {
+    "Accuracy": "the card's, a documented class, and the metric's, by whose class the library `evaluate` names it",
+}
+
+
 def test_the_name_of_a_class_is_no_other_type_s_name() -> None:
     files = [path for path in FILES if path.relative_to(ROOT).parts[0] != "benchmarks"]
-    assert names_of_two_types(map(nodes_of, files)) == [], "one name, one meaning: name what each of the two is"
+    alike = names_of_two_types(map(nodes_of, files))
+    assert alike == sorted(NAMED_ALIKE), "one name, one meaning: name what each of the two is"
 
 
 @pytest.mark.parametrize("other", ["class Plan: ...", "Plan = dict[str, int]", "def f():\n    class Plan: ..."])

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from rlhf.comparison.plan import plan_comparison, trained_arms
+from rlhf.comparison.plan import plan_cells, trained_arms
 from rlhf.config.files import locate_config
 from rlhf.config.load import load_any
 from rlhf.config.sections import RunConfiguration
@@ -61,5 +61,5 @@ def runs_of(path: str | Path, overrides: Sequence[str]) -> Mapping[str, RunConfi
     config = load_any(path, overrides)
     if isinstance(config, RunConfiguration):
         return {"": config}
-    plan = plan_comparison(config, beside=locate_config(path).parent, lab_files=False)
+    plan = plan_cells(config, beside=locate_config(path).parent, lab_files=False)
     return trained_arms(plan)

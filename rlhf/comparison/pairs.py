@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.comparison.plan import Cell, ComparisonPlan
+from rlhf.comparison.plan import Cell, CellPlan
 from rlhf.comparison.trial import FOLDER, Judgment
 from rlhf.config.compare import PairsConfig
 from rlhf.config.load import dump
@@ -28,7 +28,7 @@ from rlhf.tracking.trackers import to_json
 PAIRS = "pairs"
 
 
-def judge_pairs(plan: ComparisonPlan) -> None:
+def judge_pairs(plan: CellPlan) -> None:
     """Judge every finished cell against every opponent of its seed, and write evals/pairs.json of the cell.
 
     A cell whose file has the same settings, opponents and completions is left as it is.

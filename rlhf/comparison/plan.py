@@ -33,11 +33,10 @@ from rlhf.rewards.source import Source
 from rlhf.suites.suite import Suite, find_suite
 from rlhf.tracking.run_folder import differing_keys, write_atomically
 
-Json = dict[str, Any]
 Settings = dict[str, dict[str, Any]]
 
 
-def suites_of(suites: Mapping[str, Json], train: TrainConfig, proxy: Source | None, n: int | None) -> Settings:
+def suites_of(suites: Mapping[str, Tree], train: TrainConfig, proxy: Source | None, n: int | None) -> Settings:
     """Complete the settings of the suites for one cell.
 
     Args:
@@ -65,7 +64,7 @@ def _settings_class(name: str) -> type[Suite]:
         raise ConfigError(str(error).replace("--suite", "suites")) from error
 
 
-def _settings(name: str, given: Json, train: TrainConfig) -> Json:
+def _settings(name: str, given: Tree, train: TrainConfig) -> Tree:
     """Complete a suite's settings from those of the run, and check them."""
     kind = _settings_class(name)
     sampling = {"temperature": train.sampling.temperature, "batch_size": train.sampling.batch_size}
@@ -119,7 +118,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class ComparisonPlan:
+class CellPlan:
     """All cells of a comparison.
 
     They come seed after seed, the start model's before those of the arms, so that an unfinished comparison can already
@@ -140,9 +139,7 @@ class ComparisonPlan:
         return self.cells if self.config.tune is None else [*self.of(START_FOLDER), *self.trials]
 
 
-def plan_comparison(
-    config: CompareConfig, *, beside: Path, lab_files: bool = True, trials: bool = True
-) -> ComparisonPlan:
+def plan_cells(config: CompareConfig, *, beside: Path, lab_files: bool = True, trials: bool = True) -> CellPlan:
     """Build the cells of a comparison, each with a complete configuration that has been validated.
 
     Args:
@@ -173,7 +170,7 @@ def plan_comparison(
     tuning = _trials(config, base, folder) if trials else []
     if lab_files:
         cells, tuning = [_with_lab_files(cell) for cell in cells], [_with_lab_files(cell) for cell in tuning]
-    return ComparisonPlan(config, folder, cells, tuning)
+    return CellPlan(config, folder, cells, tuning)
 
 
 def _held_out(base: Tree) -> Tree:
@@ -237,12 +234,12 @@ def _with_lab_files(cell: Cell) -> Cell:
     return cell if train is cell.config.train else replace(cell, config=cell.config.model_copy(update={"train": train}))
 
 
-def read_plan(config: CompareConfig, folder: Path) -> ComparisonPlan:
+def read_plan(config: CompareConfig, folder: Path) -> CellPlan:
     """Read the plan whose cells are in `folder` from their cell.yaml; the base is not read again."""
     twins = [UNTUNED] if config.tune is not None and config.tune.report_default else []
     names = [START_FOLDER, *(f"{arm}{ending}" for arm in config.arms for ending in ("", *twins))]
     folders = [folder / name / f"seed-{seed}" for name in names for seed in config.seeds]
-    return ComparisonPlan(config, folder, [read_cell(path) for path in folders if (path / CELL).is_file()])
+    return CellPlan(config, folder, [read_cell(path) for path in folders if (path / CELL).is_file()])
 
 
 def ensure_owner(cell: Cell) -> None:
@@ -414,6 +411,6 @@ def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: T
     return settings
 
 
-def trained_arms(plan: ComparisonPlan) -> dict[str, RunConfiguration]:
+def trained_arms(plan: CellPlan) -> dict[str, RunConfiguration]:
     """Return the runs of a comparison's trained arms, one for all its seeds."""
     return {f"arms.{cell.arm}": cell.config.train for cell in plan.cells if cell.config.budget is not None}

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal, Protocol, runtime_checkable
 import torch
 
 from rlhf.comparison.board import OUTPUT, Board
-from rlhf.comparison.plan import Cell, ComparisonPlan, ensure_owner
+from rlhf.comparison.plan import Cell, CellPlan, ensure_owner
 from rlhf.comparison.trial import INTERRUPTED, JUDGED, unmeasured_suites
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.compare import START_FOLDER
@@ -54,7 +54,7 @@ class Running(Protocol):
 StartCell = Callable[[Cell, int], Running]  # the cell, and which of the `jobs` slots it takes
 
 
-def run_cells(plan: ComparisonPlan, start: StartCell, view: ComparisonView) -> bool:
+def run_cells(plan: CellPlan, start: StartCell, view: ComparisonView) -> bool:
     """Run every cell that is not over, including arms that failed before; return False if the user stopped it.
 
     Args:
@@ -129,7 +129,7 @@ class _Slot:
 class _Scheduler:
     """The cells that wait, those that run and in which slot, and whether the comparison is stopping."""
 
-    plan: ComparisonPlan
+    plan: CellPlan
     start: StartCell
     board: Board
     stop: Interruption
@@ -298,7 +298,7 @@ def resource_environment(
     return changes
 
 
-def check_devices(plan: ComparisonPlan, devices: Sequence[str]) -> None:
+def check_devices(plan: CellPlan, devices: Sequence[str]) -> None:
     """Check that cells that run at once, in several processes each, do not need the same GPU.
 
     Raises:

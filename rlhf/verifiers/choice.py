@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rlhf.verifiers.grader import GradeFunction, Grader, ReferenceRow
+from rlhf.verifiers.grader import GradeFunction, Grader, Row
 
 ANNOUNCED = (
     r"\\boxed\s*\{{?\s*(?:\\text\s*\{{)?\s*\(?({letters})\b",
@@ -31,18 +31,18 @@ class ChoiceGrader(Grader):
     def start(self) -> GradeFunction:
         """Return what compares the letters."""
 
-        def grade(completion: str, row: ReferenceRow) -> float | None:
+        def grade(completion: str, row: Row) -> float | None:
             expected = self._expected(row)
             return None if expected is None else float(chosen_letter(completion, self.letters) == expected)
 
         return grade
 
-    def reference(self, row: ReferenceRow) -> str | None:
+    def reference(self, row: Row) -> str | None:
         """Return the answer's sentence."""
         expected = self._expected(row)
         return None if expected is None else f"The answer is {expected}."
 
-    def _expected(self, row: ReferenceRow) -> str | None:
+    def _expected(self, row: Row) -> str | None:
         """Return the right letter; None where the row has no answer.
 
         Raises:

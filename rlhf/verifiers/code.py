@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt
 
 from rlhf.errors import ConfigError, install_hint
-from rlhf.verifiers.grader import GradeFunction, Grader, ReferenceRow
+from rlhf.verifiers.grader import GradeFunction, Grader, Row
 from rlhf.verifiers.sandbox import BubblewrapSandbox, Limits, MontySandbox, State, Tests, has_monty, why_no_bubblewrap
 
 FENCED = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -62,7 +62,7 @@ class CodeGrader(Grader):
         boxes: list[Any] = [MontySandbox(limits)] if "monty" in names else []
         boxes += [BubblewrapSandbox(limits)] if "bubblewrap" in names else []
 
-        def grade(completion: str, row: ReferenceRow) -> dict[str, float] | None:
+        def grade(completion: str, row: Row) -> dict[str, float] | None:
             tests = row.get(self.tests)
             if tests is None:
                 return None
@@ -81,7 +81,7 @@ class CodeGrader(Grader):
 
         return grade
 
-    def reference(self, row: ReferenceRow) -> str | None:
+    def reference(self, row: Row) -> str | None:
         """Return the row's solution in a fence."""
         solution = row.get(self.solution)
         return None if solution is None else f"```python\n{solution}\n```"
@@ -112,10 +112,10 @@ class CodeGrader(Grader):
             )
         return names
 
-    def _entry(self, row: ReferenceRow) -> str | None:
+    def _entry(self, row: Row) -> str | None:
         return None if self.entry_point is None else str(row[self.entry_point])
 
-    def _program(self, completion: str, row: ReferenceRow) -> str:
+    def _program(self, completion: str, row: Row) -> str:
         program, entry = extract_program(completion), self._entry(row)
         if self.prefix is None or (entry is not None and re.search(rf"^def {re.escape(entry)}\b", program, re.M)):
             return program

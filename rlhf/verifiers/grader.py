@@ -17,9 +17,9 @@ from typing import Any, ClassVar, TypeAlias
 
 from rlhf.section import Choice
 
-ReferenceRow: TypeAlias = Mapping[str, Any]
+Row: TypeAlias = Mapping[str, Any]
 Grade: TypeAlias = float | Mapping[str, float | None] | None
-GradeFunction: TypeAlias = Callable[[str, ReferenceRow], Grade]
+GradeFunction: TypeAlias = Callable[[str, Row], Grade]
 FUNCTION = "function"  # the type of a grader that is a function of the user
 
 
@@ -50,7 +50,7 @@ class Grader(Choice):
             UserError: it is not; the message says what to do.
         """
 
-    def reference(self, row: ReferenceRow) -> str | None:
+    def reference(self, row: Row) -> str | None:
         """Return a completion that earns the best grade of the row; None where the row does not tell one."""
         return None
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from rlhf.constraints.checks import require_langdetect
 from rlhf.constraints.reward import ARGUMENTS_COLUMN, KIND_COLUMN, LANGUAGE_KIND, read_constraints, verify
-from rlhf.verifiers.grader import GradeFunction, Grader, ReferenceRow
+from rlhf.verifiers.grader import GradeFunction, Grader, Row
 
 
 class IfevalGrader(Grader):
@@ -21,7 +21,7 @@ class IfevalGrader(Grader):
     def start(self) -> GradeFunction:
         """Return what checks the instructions; the verdicts are those of the suite."""
 
-        def grade(completion: str, row: ReferenceRow) -> float | None:
+        def grade(completion: str, row: Row) -> float | None:
             if row.get(KIND_COLUMN) is None:
                 return None
             given: dict[str, Any] = {KIND_COLUMN: row[KIND_COLUMN], ARGUMENTS_COLUMN: row.get(ARGUMENTS_COLUMN)}

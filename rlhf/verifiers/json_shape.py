@@ -57,7 +57,7 @@ class JsonShape:
 # --- reading ------------------------------------------------------------
 
 
-def read_json_shape(given: object) -> JsonShape:
+def parse_shape(given: object) -> JsonShape:
     """Read a shape from its short description: the name of a type, or a mapping.
 
     A mapping with `array` is an array: the shape of its items, and `length`, `min_length` or `max_length`. One with
@@ -79,11 +79,11 @@ def read_json_shape(given: object) -> JsonShape:
         exact = given.get("length")
         low, high = given.get("min_length", 0), given.get("max_length", math.inf)
         sizes = (exact, exact) if exact is not None else (low, high)
-        return JsonShape(kinds=("array",), items=read_json_shape(given["array"]), sizes=_pair(sizes, given))
+        return JsonShape(kinds=("array",), items=parse_shape(given["array"]), sizes=_pair(sizes, given))
     if set(given) == {"enum"} and isinstance(given["enum"], Sequence) and not isinstance(given["enum"], str):
         return JsonShape(enum=_values(given["enum"]))
     keys = given["object"] if set(given) == {"object"} and isinstance(given["object"], Mapping) else given
-    shapes = {str(name): _below(str(name), value, read_json_shape) for name, value in keys.items() if value is not None}
+    shapes = {str(name): _below(str(name), value, parse_shape) for name, value in keys.items() if value is not None}
     return JsonShape(kinds=("object",), keys=shapes, required=frozenset(shapes))
 
 

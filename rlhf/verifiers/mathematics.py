@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from rlhf.errors import ConfigError, RewardError, install_hint
-from rlhf.verifiers.grader import GradeFunction, Grader, ReferenceRow
+from rlhf.verifiers.grader import GradeFunction, Grader, Row
 from rlhf.verifiers.numeric_answers import expected_answer, final_answer, find_numbers, strip_markup
 
 # Gold answer, prediction, whether they are the same. The order of gold and prediction matters to math-verify.
@@ -93,13 +93,13 @@ class MathGrader(Grader):
         if wrong:
             raise RewardError(f"the math verifier fails its self test at gold {wrong[0][0]!r}, answer {wrong[0][1]!r}")
 
-        def grade(completion: str, row: ReferenceRow) -> float | None:
+        def grade(completion: str, row: Row) -> float | None:
             gold = row.get(self.answer)
             return None if gold is None else compare(str(gold), completion)
 
         return grade
 
-    def reference(self, row: ReferenceRow) -> str | None:
+    def reference(self, row: Row) -> str | None:
         """Return the row's answer in a box."""
         gold = row.get(self.answer)
         if gold is None:

@@ -8,7 +8,7 @@ import re
 from typing import Any, ClassVar, Literal
 
 from rlhf.errors import ConfigError, RewardError, did_you_mean
-from rlhf.verifiers.grader import GradeFunction, Grader, ReferenceRow
+from rlhf.verifiers.grader import GradeFunction, Grader, Row
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
@@ -54,7 +54,7 @@ class ReasoningGymGrader(Grader):
             raise ConfigError(f"reasoning-gym has no task {self.task!r}{did_you_mean(self.task, DATASETS)}")
         scorer = reasoning_gym.get_score_answer_fn(self.task)
 
-        def grade(completion: str, row: ReferenceRow) -> float | None:
+        def grade(completion: str, row: Row) -> float | None:
             if row.get(self.answer) is None:
                 return None
             entry = {"question": row.get("question", row.get("prompt")), "answer": row[self.answer]}
@@ -62,7 +62,7 @@ class ReasoningGymGrader(Grader):
 
         return grade
 
-    def reference(self, row: ReferenceRow) -> str | None:
+    def reference(self, row: Row) -> str | None:
         """Return the row's answer, in tags."""
         answer = row.get(self.answer)
         return None if answer is None else f"<answer>{answer}</answer>"
@@ -74,7 +74,7 @@ class ReasoningGymGrader(Grader):
         lines = completion.strip().splitlines()
         return None if self.tagged or not lines else lines[-1].strip()
 
-    def _metadata(self, row: ReferenceRow) -> Any:
+    def _metadata(self, row: Row) -> Any:
         metadata = row.get(self.metadata)
         if isinstance(metadata, str):
             metadata = json.loads(metadata)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import field_validator, model_validator
 
-from rlhf.verifiers.grader import GradeFunction, Grader, ReferenceRow
+from rlhf.verifiers.grader import GradeFunction, Grader, Row
 
 
 class RegexGrader(Grader):
@@ -42,7 +42,7 @@ class RegexGrader(Grader):
     def start(self) -> GradeFunction:
         """Return what matches."""
 
-        def grade(completion: str, row: ReferenceRow) -> float | None:
+        def grade(completion: str, row: Row) -> float | None:
             pattern = self.pattern if self.pattern is not None else row.get(self.row_pattern)
             expected = row.get(self.answer) if self.answer is not None else None
             if pattern is None or (self.answer is not None and expected is None):

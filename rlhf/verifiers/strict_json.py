@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from rlhf.verifiers.grader import GradeFunction, Grader, ReferenceRow
+from rlhf.verifiers.grader import GradeFunction, Grader, Row
 from rlhf.verifiers.json_shape import (
     JsonShape,
     example,
     fits,
     fits_kind,
     has_exact_keys,
-    read_json_shape,
+    parse_shape,
     read_schema,
     share_of_types,
 )
@@ -57,7 +57,7 @@ class JsonGrader(Grader):
     def _check_shape(self) -> JsonGrader:
         if self.keys is not None and self.json_schema is not None:
             raise ValueError("keys and json_schema both describe the JSON: give one of them")
-        for given, read in ((self.keys, read_json_shape), (self.json_schema, read_schema)):
+        for given, read in ((self.keys, parse_shape), (self.json_schema, read_schema)):
             if isinstance(given, dict):
                 read(given)
         return self
@@ -65,21 +65,20 @@ class JsonGrader(Grader):
     def start(self) -> GradeFunction:
         """Return what parses and compares."""
 
-        def grade(completion: str, row: ReferenceRow) -> dict[str, float] | None:
+        def grade(completion: str, row: Row) -> dict[str, float] | None:
             shape = self.shape(row)
             return None if shape is None else grade_json(completion, shape)
 
         return grade
 
-    def shape(self, row: ReferenceRow) -> JsonShape | None:
+    def shape(self, row: Row) -> JsonShape | None:
         """Return what the row asks for; None where it has no such column.
 
         Raises:
             ValueError: the column is malformed.
         """
-        given, read = (
-            (self.keys or "keys", read_json_shape) if self.json_schema is None else (self.json_schema, read_schema)
-        )
+        keys, schema = self.keys or "keys", self.json_schema
+        given, read = (keys, parse_shape) if schema is None else (schema, read_schema)
         if isinstance(given, dict):
             return read(given)
         value = row.get(given)
@@ -87,7 +86,7 @@ class JsonGrader(Grader):
             value = json.loads(value)
         return None if value is None else read(value)
 
-    def reference(self, row: ReferenceRow) -> str | None:
+    def reference(self, row: Row) -> str | None:
         """Return JSON that fits, made up."""
         shape = self.shape(row)
         if shape is None:

@@ -11,7 +11,7 @@ from runs import ppo_tree, quiet, write_rows
 from trials import tried_once
 
 from rlhf.api.comparing import run_compare
-from rlhf.comparison.plan import Cell, ComparisonPlan, plan_comparison
+from rlhf.comparison.plan import Cell, CellPlan, plan_cells
 from rlhf.comparison.scheduler import CellOutcome, record_failure
 from rlhf.comparison.trial import run_cell
 from rlhf.config.files import merge
@@ -59,9 +59,9 @@ def failing_arm(folder: Path) -> dict[str, Any]:
     return {"algorithm": {"preset": "grpo", "policy_loss": section}, **GROUPS}
 
 
-def plan_of(tree: dict[str, Any]) -> ComparisonPlan:
+def plan_of(tree: dict[str, Any]) -> CellPlan:
     """Its cells."""
-    return plan_comparison(compare_config(tree), beside=Path())
+    return plan_cells(compare_config(tree), beside=Path())
 
 
 def here(cell: Cell) -> CellOutcome:
