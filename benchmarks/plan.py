@@ -38,9 +38,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from rlhf.api import training  # noqa: E402
 from rlhf.config.files import parse_overrides  # noqa: E402
 from rlhf.config.load import reward_model_config, train_config  # noqa: E402
-from rlhf.config.sections import RewardModelConfig  # noqa: E402
+from rlhf.config.sections import RewardModelConfig, RunConfiguration  # noqa: E402
 from rlhf.lab.model import train_tokenizer  # noqa: E402
-from rlhf.planning.layout import Lengths, RunConfiguration  # noqa: E402
+from rlhf.planning.layout import Lengths  # noqa: E402
 from rlhf.planning.plan import Machine, make_plan  # noqa: E402
 from rlhf.process import silence_libraries  # noqa: E402
 from rlhf.runtime import memory  # noqa: E402

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rlhf.planning.arithmetic import Arithmetic, Bytes, Rows, activations, head, layer_activations  # noqa: E402
+from rlhf.planning.arithmetic import Arithmetic, Bytes, PassRows, activations, head, layer_activations  # noqa: E402
 from rlhf.planning.machine import LIBRARIES  # noqa: E402
 from rlhf.planning.shapes import PUBLISHED, Shape  # noqa: E402
 
@@ -102,7 +102,7 @@ class Peak:
     @property
     def planned(self) -> Bytes:
         """Return the bytes that the plan's formulas give."""
-        shape, rows = self.shape, Rows(rows=self.rows, prompts=self.rows, prompt=1, completion=self.length - 1)
+        shape, rows = self.shape, PassRows(rows=self.rows, prompts=self.rows, prompt=1, completion=self.length - 1)
         total = shape.linear * self.weight + (shape.parameters - shape.linear) * 2
         if self.rank is None:
             total += (shape.embedding if self.fused else shape.parameters) * 2 + shape.parameters * self.moments
@@ -113,7 +113,7 @@ class Peak:
         total += max(self.head_size(rows), computed_again)  # a layer computes again after the head's backward pass
         return total + (LIBRARIES["cuda"] if self.context else 0)
 
-    def head_size(self, rows: Rows) -> Bytes:
+    def head_size(self, rows: PassRows) -> Bytes:
         """Return the bytes of logits, log-probabilities and their gradients."""
         logits = head(self.shape, rows, BF16, trained=False)
         size = logits.kept + logits.backward

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer  # noqa: E402
 
 from rlhf.config.files import merge  # noqa: E402
 from rlhf.config.load import reward_model_config, train_config  # noqa: E402
-from rlhf.planning.layout import RunConfiguration  # noqa: E402
+from rlhf.config.sections import RunConfiguration  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "table_points.json"
 NEVER = "<file_sep>"  # ends completions instead of EOS: a token that the model was not trained to write

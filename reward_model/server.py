@@ -32,7 +32,7 @@ from rlhf.models.backbone import context_length, freeze
 from rlhf.models.scalar_head import ScalarHeadModel
 
 T = TypeVar("T")
-Scores = list[float | None]
+RowScores = list[float | None]
 
 
 class Batcher:
@@ -42,22 +42,22 @@ class Batcher:
     form the next batch.
     """
 
-    def __init__(self, score: Callable[[Sequence[Row]], Scores], *, max_batch: int) -> None:
+    def __init__(self, score: Callable[[Sequence[TokenRow]], RowScores], *, max_batch: int) -> None:
         """Create a batcher that gives `score` at most `max_batch` rows, except for a single request that has more."""
         self.score = score
         self.max_batch = max_batch
         self.batches = 0
-        self._waiting: asyncio.Queue[tuple[list[Row], asyncio.Future[Scores]]] = asyncio.Queue()
-        self._carried_over: tuple[list[Row], asyncio.Future[Scores]] | None = None
+        self._waiting: asyncio.Queue[tuple[list[TokenRow], asyncio.Future[RowScores]]] = asyncio.Queue()
+        self._carried_over: tuple[list[TokenRow], asyncio.Future[RowScores]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` in the model's thread and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def submit(self, rows: list[Row]) -> Scores:
+    async def submit(self, rows: list[TokenRow]) -> RowScores:
         """Score these rows and return the scores in the same order."""
-        answer: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[RowScores] = asyncio.get_running_loop().create_future()
         await self._waiting.put((rows, answer))
         return await answer
 
@@ -77,7 +77,7 @@ class Batcher:
                         answer.set_result(outcome[start : start + len(part)])
                 start += len(part)
 
-    async def _next_batch(self) -> list[tuple[list[Row], asyncio.Future[Scores]]]:
+    async def _next_batch(self) -> list[tuple[list[TokenRow], asyncio.Future[RowScores]]]:
         first = self._carried_over or await self._waiting.get()
         self._carried_over, batch, count = None, [first], len(first[0])
         while not self._waiting.empty():
@@ -206,7 +206,7 @@ class ScoreRequest:
     messages: tuple[object, ...] = ()  # per prompt, the conversation that it was rendered from, or None
 
 
-Row = tuple[list[int], list[int]]  # the token ids of a prompt and of its completion
+TokenRow = tuple[list[int], list[int]]  # the token ids of a prompt and of its completion
 Parts = dict[str, list[float]]  # named numbers, one per row, beside the scores
 
 
@@ -233,7 +233,7 @@ class TextScorer:
         self.size = len(tokenizer)
         self.context = context_length(model.classifier)
 
-    def rows(self, question: ScoreRequest) -> tuple[list[Row], Parts]:
+    def rows(self, question: ScoreRequest) -> tuple[list[TokenRow], Parts]:
         """Return the token ids to score, with rows longer than the model's context cut (see truncate_row).
 
         Where the model has a context, the part "cut" is 1 for each row that was cut and else 0.
@@ -265,7 +265,7 @@ class TextScorer:
         if not all(0 <= token < self.size for token in (*prompt, *completion)):
             raise DataError(f"row {number}: a token id that is not in the vocabulary of {self.size}")
 
-    def scores(self, rows: Sequence[Row]) -> list[float | None]:
+    def scores(self, rows: Sequence[TokenRow]) -> list[float | None]:
         """Score each row; None stands for a score that is NaN or infinite, which JSON cannot represent."""
         if not rows:
             return []

@@ -556,14 +556,14 @@ def _options(kind: type[Options], parsed: argparse.Namespace) -> Options:
 
 def _compare(parsed: argparse.Namespace, console: Console) -> int:
     from rlhf.api.checks import check_arm_files
-    from rlhf.comparison.plan import make_plan
+    from rlhf.comparison.plan import plan_cells
     from rlhf.config.files import locate_config
     from rlhf.config.load import load_compare
     from rlhf.data.paths import Lookups, check_targets
     from rlhf.lab.build import PREFIX
 
     config, folder = load_compare(parsed.target, parsed.overrides), locate_config(parsed.target).parent
-    plan = make_plan(config, beside=folder, lab_files=False)  # making them takes torch
+    plan = plan_cells(config, beside=folder, lab_files=False)  # making them takes torch
     lookups = Lookups(later=None if config.lab is None else Path(config.lab.folder), prefix=PREFIX)
     check_arm_files(plan, lookups, check_targets)
 

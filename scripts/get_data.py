@@ -32,7 +32,7 @@ GITHUB = "https://raw.githubusercontent.com"
 TIMEOUT_S = 30
 
 TURN = re.compile(r"\n\n(Human|Assistant):")
-Row = dict[str, Any]
+JsonRow = dict[str, Any]
 Files = Mapping[str, bytes]
 """The content of each source file by its name."""
 Writer = Callable[[Files], Iterator[tuple[str, bytes]]]
@@ -44,7 +44,7 @@ class GetDataError(Exception):
 
 
 @dataclass(frozen=True)
-class Source:
+class RemoteFile:
     """A file on the web, and its checksum."""
 
     url: str
@@ -64,7 +64,7 @@ class DataSet:
     about: str
     licence: str
     paper: str  # arXiv number or ACL Anthology id
-    sources: Sequence[Source]
+    sources: Sequence[RemoteFile]
     write: Writer
 
     @property
@@ -73,17 +73,17 @@ class DataSet:
         return sum(source.size for source in self.sources)
 
 
-def raw(repository: str, commit: str, path: str, size: int, sha256: str) -> Source:
+def raw(repository: str, commit: str, path: str, size: int, sha256: str) -> RemoteFile:
     """Return a file of a GitHub repository at a commit."""
-    return Source(f"{GITHUB}/{repository}/{commit}/{urllib.parse.quote(path)}", sha256, size)
+    return RemoteFile(f"{GITHUB}/{repository}/{commit}/{urllib.parse.quote(path)}", sha256, size)
 
 
-def jsonl(rows: Sequence[Row]) -> bytes:
+def jsonl(rows: Sequence[JsonRow]) -> bytes:
     """Encode rows as JSON lines."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
-def split(rows: Sequence[Row], key: Callable[[Row], str], *, parts: int) -> Iterator[tuple[str, bytes]]:
+def split(rows: Sequence[JsonRow], key: Callable[[JsonRow], str], *, parts: int) -> Iterator[tuple[str, bytes]]:
     """Yield train.jsonl and test.jsonl: one part of `parts` is for the test, chosen by a hash of each row's key."""
     in_test = [int(hashlib.sha256(key(row).encode()).hexdigest(), 16) % parts == 0 for row in rows]
     for name, wanted in (("train.jsonl", False), ("test.jsonl", True)):
@@ -117,7 +117,7 @@ class Toxic:
         """Return the rewrites that differ from the sentence in more than case and the final stop."""
         return [rewrite for rewrite in self.rewrites if bare(rewrite) != bare(self.sentence)]
 
-    def pairs(self, *, changed: bool = False) -> list[Row]:
+    def pairs(self, *, changed: bool = False) -> list[JsonRow]:
         """Return a pair for each rewrite: it is chosen, and the sentence is rejected."""
         rewrites = self.changed if changed else self.rewrites
         return [{"prompt": self.prompt, "chosen": text, "rejected": self.sentence} for text in rewrites]
@@ -162,12 +162,12 @@ def write_paradetox(files: Files) -> Iterator[tuple[str, bytes]]:
         yield f"{name}_sentences.jsonl", jsonl(rows)
 
 
-def with_meaning_negatives(sentences: Sequence[Toxic]) -> list[Row]:
+def with_meaning_negatives(sentences: Sequence[Toxic]) -> list[JsonRow]:
     """Return each sentence's pairs, and one whose rejected side is the rewrite of the sentence before it.
 
     Without it, the rejected side is always a copy, and a reward model need not read the prompt.
     """
-    rows: list[Row] = []
+    rows: list[JsonRow] = []
     for other, toxic in zip([sentences[-1], *sentences], sentences, strict=False):
         rows += toxic.pairs(changed=True)
         rows.append({"prompt": toxic.prompt, "chosen": toxic.changed[0], "rejected": other.changed[0]})
@@ -184,7 +184,7 @@ def write_transcripts(files: Files) -> Iterator[tuple[str, bytes]]:
         yield f"chat_{name}", jsonl([row for row in map(as_conversations, pairs) if row])
 
 
-def as_conversations(pair: Row) -> Row | None:
+def as_conversations(pair: JsonRow) -> JsonRow | None:
     """Return a pair of transcripts as conversations, or None unless speakers alternate and nobody is silent."""
     sides = [TURN.split(pair[side])[1:] for side in ("chosen", "rejected")]
     speakers = [side[::2] for side in sides]
@@ -208,7 +208,7 @@ def write_stories(files: Files) -> Iterator[tuple[str, bytes]]:
     yield "vader_lexicon.txt", files["vader_lexicon.txt"]
 
 
-def shuffled(rows: Sequence[Row], key: str) -> list[Row]:
+def shuffled(rows: Sequence[JsonRow], key: str) -> list[JsonRow]:
     """Return the rows in the order of a hash of one column, so that the first ones are a sample."""
     return sorted(rows, key=lambda row: hashlib.sha256(str(row[key]).encode()).hexdigest())
 
@@ -233,7 +233,7 @@ def write_toxicity(files: Files) -> Iterator[tuple[str, bytes]]:
 
 def write_harmful(files: Files) -> Iterator[tuple[str, bytes]]:
     """Yield the harmful prompts with the name of their source; a prompt of several sources is the first one's."""
-    rows: list[Row] = []
+    rows: list[JsonRow] = []
 
     def add(source: str, prompt: str, category: str) -> None:
         rows.append({"prompt": prompt.strip(), "source": source, "category": category})
@@ -273,7 +273,7 @@ def write_refusals(files: Files) -> Iterator[tuple[str, bytes]]:
 
 def write_blimp(files: Files) -> Iterator[tuple[str, bytes]]:
     """Yield the pairs of sentences; the first N rows are of all paradigms in turn."""
-    pairs: list[Row] = []
+    pairs: list[JsonRow] = []
     with zipfile.ZipFile(io.BytesIO(files["BLiMP.zip"])) as archive:
         for name in sorted(archive.namelist()):
             if re.fullmatch(r"data/\w+\.jsonl", name):
@@ -391,7 +391,7 @@ def get(name: str, out: Path, folder: Path | None) -> None:
     print(f"{out}: {lines}; {data.licence}")  # noqa: T201
 
 
-def read(source: Source, folder: Path | None, name: str) -> bytes:
+def read(source: RemoteFile, folder: Path | None, name: str) -> bytes:
     """Return the content of a source file from the web, or from a folder, and check it.
 
     Raises:
@@ -404,7 +404,7 @@ def read(source: Source, folder: Path | None, name: str) -> bytes:
     return content
 
 
-def download(source: Source, name: str) -> bytes:
+def download(source: RemoteFile, name: str) -> bytes:
     """Return the content of an address.
 
     Raises:

@@ -15,7 +15,8 @@ from doc_links import fill_template  # noqa: E402
 
 from rlhf.config.files import merge  # noqa: E402
 from rlhf.config.load import reward_model_config, train_config  # noqa: E402
-from rlhf.planning.layout import Lengths, RunConfiguration  # noqa: E402
+from rlhf.config.sections import RunConfiguration  # noqa: E402
+from rlhf.planning.layout import Lengths  # noqa: E402
 from rlhf.planning.plan import Machine, make_plan  # noqa: E402
 
 PAGE = ROOT / "docs" / "memory.md"

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from rlhf.lab.doors import EOS, SPECIAL, Table, bigram_model
+from rlhf.lab.doors import EOS, SPECIAL, Transitions, bigram_model
 
-__all__ = ["EOS", "SPECIAL", "Table", "bigram_model"]
+__all__ = ["EOS", "SPECIAL", "Transitions", "bigram_model"]

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf.cli import main, parse
-from rlhf.comparison.plan import make_plan
+from rlhf.comparison.plan import plan_cells
 from rlhf.config.compare import CompareConfig
 from rlhf.config.files import locate_config
 from rlhf.config.load import load_any
@@ -258,7 +258,7 @@ def check_words(words: list[str]) -> None:
     if words[0] in (*TRAINING, "compare", "config", "lint"):
         config = load_any(parsed.target, parsed.overrides)
         if isinstance(config, CompareConfig):
-            make_plan(config, beside=locate_config(parsed.target).parent, lab_files=False)
+            plan_cells(config, beside=locate_config(parsed.target).parent, lab_files=False)
 
 
 def test_most_blocks_are_run() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
@@ -74,6 +75,44 @@ def test_every_package_says_what_is_in_it() -> None:
     short = [str(path) for path in packages if len(ast.get_docstring(ast.parse(path.read_text())) or "") < 40]
     assert packages
     assert not short
+
+
+def types_defined_in(nodes: Iterable[ast.AST]) -> tuple[set[str], set[str]]:
+    """The classes of a file, and its aliases of types: names in CamelCase that a module's statement assigns."""
+    classes: set[str] = set()
+    aliases: set[str] = set()
+    for node in nodes:
+        match node:
+            case ast.ClassDef(name=name):
+                classes.add(name)
+            case ast.Module(body=body):
+                targets = [target for line in body if isinstance(line, ast.Assign) for target in line.targets]
+                aliases.update(target.id for target in targets if isinstance(target, ast.Name))
+    return classes, {name for name in aliases if name[0].isupper() and not name.isupper()}
+
+
+def names_of_two_types(sources: Iterable[Iterable[ast.AST]]) -> list[str]:
+    """The classes whose name another file has too, for a class or for an alias."""
+    files = [types_defined_in(nodes) for nodes in sources]
+    counts = Counter(name for classes, aliases in files for name in classes | aliases)
+    return sorted(name for name in set().union(*(classes for classes, _ in files)) if counts[name] > 1)
+
+
+NAMED_ALIKE = {
+    "Accuracy": "the card's, a documented class, and the metric's, by whose class the library `evaluate` names it",
+}
+
+
+def test_the_name_of_a_class_is_no_other_type_s_name() -> None:
+    files = [path for path in FILES if path.relative_to(ROOT).parts[0] != "benchmarks"]
+    alike = names_of_two_types(map(nodes_of, files))
+    assert alike == sorted(NAMED_ALIKE), "one name, one meaning: name what each of the two is"
+
+
+@pytest.mark.parametrize("other", ["class Plan: ...", "Plan = dict[str, int]", "def f():\n    class Plan: ..."])
+def test_a_second_type_of_one_name_would_be_noticed(other: str) -> None:
+    assert names_of_two_types([nodes_in("class Plan: ..."), nodes_in(other)]) == ["Plan"]
+    assert names_of_two_types([nodes_in("class Plan: ..."), nodes_in("plan = Plan()")]) == []
 
 
 NAME = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\([^`]*\))?`")

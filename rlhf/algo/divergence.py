@@ -82,7 +82,7 @@ def divergence(
             return beta * to_teacher + (1.0 - beta) * (log_pi.exp() * (log_pi - log_m)).sum(dim=-1)
 
 
-def outcomes(
+def shared_outcomes(
     log_pi: Float[Tensor, "N V"], teacher: TeacherTokens, *, tail: bool = True
 ) -> tuple[Float[Tensor, "N J"], Float[Tensor, "N J"]]:
     """Return the log-probabilities of the same outcomes under the policy and the teacher.

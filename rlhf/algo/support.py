@@ -23,12 +23,13 @@ import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
+from rlhf.algo.divergence import LOWEST
+
 BITS = 8
-LOWEST = -1e4  # nats: its probability is 0, and 0 times it is 0
 
 
 @dataclass(frozen=True)
-class Limits:
+class SamplingLimits:
     """What leaves tokens out; these values leave out none."""
 
     top_k: int = 0  # the likeliest so many; 0: all

@@ -119,14 +119,14 @@ class DistillSettings(Section):
         """
         import torch
 
-        from rlhf.algo.divergence import divergence, outcomes, same_width, tail_error_bound
+        from rlhf.algo.divergence import divergence, same_width, shared_outcomes, tail_error_bound
 
         log_pi, given = same_width(log_pi, teacher)
         read = given if self.top_k is None else given.top(self.top_k)
-        value = divergence(*outcomes(log_pi, read, tail=self.tail), self.divergence, beta=self.beta)
+        value = divergence(*shared_outcomes(log_pi, read, tail=self.tail), self.divergence, beta=self.beta)
         with torch.no_grad():
             zero = torch.zeros_like(value)
-            kl = divergence(*outcomes(log_pi, given), "reverse")
+            kl = divergence(*shared_outcomes(log_pi, given), "reverse")
             agreement = (log_pi.argmax(dim=-1) == given.first_choice()).to(value.dtype)
             tails, error = (zero, zero), zero
             if read.ids is not None and read.rest is not None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf.comparison.plan import Plan
+from rlhf.comparison.plan import CellPlan
 from rlhf.config.compare import START_FOLDER
 from rlhf.config.data import PromptsConfig
 from rlhf.config.files import Tree, branch_at, merge, parse_overrides
@@ -225,7 +225,7 @@ def _options_of(suite: type[Suite], name: str, options: Mapping[str, object]) ->
     return tree
 
 
-def check_arm_files(plan: Plan, lookups: Lookups | None = None, *checks: Callable[[TrainConfig], None]) -> None:
+def check_arm_files(plan: CellPlan, lookups: Lookups | None = None, *checks: Callable[[TrainConfig], None]) -> None:
     """Check the folders, files, models and data of suites that the arms of a comparison name.
 
     Args:

@@ -14,7 +14,7 @@ from rlhf.api.lab import check_lab_folder, prepare_lab
 from rlhf.comparison.aggregate import read_cells, summarize, write_results
 from rlhf.comparison.page import comparison_charts, write_compare_page
 from rlhf.comparison.pairs import judge_pairs
-from rlhf.comparison.plan import Cell, Plan, check_owner, locate_base, make_plan, read_plan, trained_arms
+from rlhf.comparison.plan import Cell, CellPlan, check_owner, locate_base, plan_cells, read_plan, trained_arms
 from rlhf.comparison.results import ComparisonResults, FrontierPoint
 from rlhf.comparison.scheduler import CellProcess, StartCell, check_devices, run_cells, visible_devices
 from rlhf.comparison.tuning.plan import tuned_config
@@ -57,7 +57,7 @@ def run_compare(
         raise ConfigError(
             "rlhf compare starts the processes of each arm itself: run it without a launcher, processes=N"
         )
-    view, plan = view or ComparisonView(), make_plan(config, beside=beside)
+    view, plan = view or ComparisonView(), plan_cells(config, beside=beside)
     view.violations({name: lint(run) for name, run in trained_arms(plan).items()})
     check_arms(plan)
     check_devices(plan, visible_devices(os.environ))
@@ -83,12 +83,12 @@ def run_compare(
     return complete
 
 
-def _run_arms(plan: Plan, beside: Path, start: StartCell, view: ComparisonView) -> tuple[Plan, bool]:
+def _run_arms(plan: CellPlan, beside: Path, start: StartCell, view: ComparisonView) -> tuple[CellPlan, bool]:
     """Run the arms, tuned first if the comparison does; return the plan of what ran, and False if it was stopped."""
     if plan.config.tune is None:
         return plan, run_cells(plan, start, view)
     chosen = _tune(plan, start, view)
-    tuned = make_plan(tuned_config(plan.config, chosen or {}), beside=beside, trials=False)
+    tuned = plan_cells(tuned_config(plan.config, chosen or {}), beside=beside, trials=False)
     return tuned, chosen is not None and run_cells(tuned, start, view)
 
 
@@ -101,7 +101,7 @@ def failed_arms(folder: str) -> list[str]:
     return [name for name, arm in results.arms.items() if any(seed.status == "failed" for seed in arm.seeds)]
 
 
-def check_arms(plan: Plan) -> None:
+def check_arms(plan: CellPlan) -> None:
     """Check everything that the arms of a comparison name: folders, files, models, functions, and data of suites.
 
     What the comparison makes in the lab's folder is not looked for.
@@ -113,7 +113,7 @@ def check_arms(plan: Plan) -> None:
     check_arm_files(plan, Lookups(later=None if lab is None else Path(lab.folder)), check_functions)
 
 
-def _tune(plan: Plan, start: StartCell, view: ComparisonView) -> Chosen | None:
+def _tune(plan: CellPlan, start: StartCell, view: ComparisonView) -> Chosen | None:
     """Judge the start model and tune every trained arm; return the values chosen, None if the user stopped it."""
     judged_first = [cell for cell in plan.cells if cell.arm == START_FOLDER]
     if not run_cells(replace(plan, cells=judged_first), start, view):
@@ -148,7 +148,7 @@ def rebuild_comparison(path: str) -> tuple[ComparisonResults, Path]:
     return written
 
 
-def _write_results(plan: Plan) -> tuple[ComparisonResults, Path] | None:
+def _write_results(plan: CellPlan) -> tuple[ComparisonResults, Path] | None:
     """Write the results and the page; return both, or None without a judged start model."""
     cells = read_cells(plan)
     if all(result.judged is None for result in cells if result.cell.arm == START_FOLDER):
@@ -158,7 +158,7 @@ def _write_results(plan: Plan) -> tuple[ComparisonResults, Path] | None:
     return results, write_compare_page(plan, results, comparison_charts(results), cells)
 
 
-def _prepare_lab(plan: Plan, lab: LabConfig, view: View) -> bool:
+def _prepare_lab(plan: CellPlan, lab: LabConfig, view: View) -> bool:
     """Make what the arms read of the lab if any of it is missing; return False if the user stopped it.
 
     These are the start model, the pairs and, if an arm or a judge names it, the reward model.

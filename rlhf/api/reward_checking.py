@@ -18,7 +18,7 @@ from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
 from rlhf.data.formats import PROMPTS
 from rlhf.data.prompts import CONVERSATION, MESSAGES
-from rlhf.data.rows import Row, RowCounts
+from rlhf.data.rows import DataRow, RowCounts
 from rlhf.data.tokenizer import as_completions, byte_tokenizer, load_tokenizer
 from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.reward_check import CheckRow, Graded, RewardCheck, check_reward
@@ -173,7 +173,7 @@ def _rows(dataset: str | Path | Iterable[Mapping[str, Any]], limit: int, columns
         rows = load_rows(DatasetConfig(path=str(dataset), columns=dict(columns)), skips)
     else:
         skips = RowCounts("the rows", fatal=True)
-        rows = [Row(dict(values), "the rows", number) for number, values in enumerate(dataset, start=1)]
+        rows = [DataRow(dict(values), "the rows", number) for number, values in enumerate(dataset, start=1)]
     made = []
     for row, parsed in PROMPTS.read(rows, skips, turns=True):
         made.append(CheckRow(*_as_reference(row.values, parsed.prompt), None))

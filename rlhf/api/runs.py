@@ -28,7 +28,7 @@ from rlhf.api.comparing import run_compare
 from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder, with_plugins
 from rlhf.api.keywords import CompareKeywords, RewardModelKeywords, SftKeywords, TrainKeywords
 from rlhf.api.training import OnStep, run_reward_model, run_train
-from rlhf.comparison.plan import make_plan
+from rlhf.comparison.plan import plan_cells
 from rlhf.comparison.terminal import ComparisonTerminal
 from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
 from rlhf.config.load import (
@@ -631,7 +631,7 @@ def compare(
             inputs.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(inputs.folder / "base.yaml", format_yaml(base))
             inputs.write()
-            make_plan(comparison, beside=inputs.folder)
+            plan_cells(comparison, beside=inputs.folder)
         view = ComparisonTerminal(Console(quiet=quiet))
         complete = run_compare(comparison, beside=inputs.folder, view=view)
     return CompareResult(inputs.folder, complete)

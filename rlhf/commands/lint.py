@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from rlhf.comparison.plan import make_plan, trained_arms
+from rlhf.comparison.plan import plan_cells, trained_arms
 from rlhf.config.files import locate_config
 from rlhf.config.load import load_any
-from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
+from rlhf.config.sections import RunConfiguration
 from rlhf.errors import ConfigError
 from rlhf.guard.lint import all_rules, how_to_allow, lint
-from rlhf.guard.rule import RunConfiguration, Violation, read_facts
+from rlhf.guard.rule import Violation, read_facts
 from rlhf.planning.layout import trained_section
 from rlhf.report.terminal import STYLES
 
@@ -59,7 +59,7 @@ def _count(number: int, noun: str) -> str:
 def runs_of(path: str | Path, overrides: Sequence[str]) -> Mapping[str, RunConfiguration]:
     """Return the runs that a configuration describes: itself under the empty name, or the arms of a comparison."""
     config = load_any(path, overrides)
-    if isinstance(config, OnlineConfig | OfflineConfig | RewardModelConfig):
+    if isinstance(config, RunConfiguration):
         return {"": config}
-    plan = make_plan(config, beside=locate_config(path).parent, lab_files=False)
+    plan = plan_cells(config, beside=locate_config(path).parent, lab_files=False)
     return trained_arms(plan)

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf.config.load import load_any
-from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
+from rlhf.config.sections import RunConfiguration
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.planning.options import PlanOptions
 from rlhf.planning.plan import Plan
-from rlhf.planning.text import describe
+from rlhf.planning.text import describe_plan
 
 
 def plans_of(path: str | Path, overrides: Sequence[str], options: PlanOptions) -> dict[str, Plan]:
@@ -24,7 +24,7 @@ def plans_of(path: str | Path, overrides: Sequence[str], options: PlanOptions) -
         UserError: the configuration or an option is wrong, or the shape of a model is not known.
     """
     config = load_any(path, overrides)
-    if isinstance(config, OnlineConfig | OfflineConfig | RewardModelConfig):
+    if isinstance(config, RunConfiguration):
         return {"": options.plan(resolve_lab_paths(config))}
     from rlhf.commands.lint import runs_of  # of a comparison; it imports torch
 
@@ -47,5 +47,5 @@ def run_plan(
         for name, plan in plans.items():
             if name:
                 console.rule(name)
-            console.print(Text("\n".join(describe(plan))), soft_wrap=True)
+            console.print(Text("\n".join(describe_plan(plan))), soft_wrap=True)
     return 1 if any(plan.fits is False for plan in plans.values()) else 0

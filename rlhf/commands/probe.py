@@ -15,17 +15,16 @@ from rich.text import Text
 
 from rlhf.api.training import run_reward_model, run_train
 from rlhf.commands.lint import runs_of
-from rlhf.config.sections import RewardModelConfig
+from rlhf.config.sections import RewardModelConfig, RunConfiguration
 from rlhf.data.paths import check_files
 from rlhf.errors import UserError
-from rlhf.guard.rule import RunConfiguration
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.planning.cures import with_settings
 from rlhf.planning.layout import Lengths
 from rlhf.planning.machine import LIBRARIES, write_rates
 from rlhf.planning.options import PlanOptions
 from rlhf.planning.plan import Plan, dtype_of, gigabytes, make_plan
-from rlhf.planning.text import describe
+from rlhf.planning.text import describe_plan
 from rlhf.runtime.device import choose_device
 from rlhf.tracking.run_folder import RunFolder
 
@@ -65,7 +64,7 @@ def run_probe(
     if as_json:
         print(json.dumps({**plan.as_dict(), "measured": {"peak": measured, "rates": rates}}, indent=2))  # noqa: T201
         return 0
-    console.print(Text("\n".join([*describe(plan), *_measured(like, measured, file)])), soft_wrap=True)
+    console.print(Text("\n".join([*describe_plan(plan), *_measured(like, measured, file)])), soft_wrap=True)
     return 0
 
 

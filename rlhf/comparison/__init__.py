@@ -1,6 +1,6 @@
 """Compare algorithms that share a start model, a budget and a judge: what `rlhf compare` runs.
 
-plan.py         `make_plan`: the cells of a comparison, one for each arm and seed, all checked before anything runs
+plan.py         `plan_cells`: the cells of a comparison, one for each arm and seed, all checked before one runs
 scheduler.py    `run_cells`: run the cells in processes, several at a time, and resume after a stop
 trial.py        one cell: train on the budget (costs.py) or draw best-of-n samples, then judge and run suites
 tuning/         `run_tuning`: equal trials for every arm before it is reported

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhf.comparison.costs import COSTS, Costs
-from rlhf.comparison.plan import Cell, Plan
+from rlhf.comparison.plan import Cell, CellPlan
 from rlhf.comparison.results import (
     MEASURES,
     ArmBudget,
@@ -67,7 +67,7 @@ class CellResult:
         return "failed" if self.error is not None else "done" if self.judged is not None else "unfinished"
 
 
-def read_cells(plan: Plan) -> list[CellResult]:
+def read_cells(plan: CellPlan) -> list[CellResult]:
     """Read the folder of every cell; one that cannot be compared with the start model has no judgment."""
     return comparable([_read(cell) for cell in plan.cells])
 
@@ -101,7 +101,7 @@ def _comparable(result: CellResult, start: Judgment | None) -> CellResult:
     return replace(result, judged=None, error=error)
 
 
-def summarize(plan: Plan, cells: Sequence[CellResult]) -> ComparisonResults:
+def summarize(plan: CellPlan, cells: Sequence[CellResult]) -> ComparisonResults:
     """Compute the results of a comparison whose start model has been judged."""
     config, cell = plan.config, cells[0].cell.config
     start = _finished(cells, START_FOLDER)
@@ -131,7 +131,7 @@ def summarize(plan: Plan, cells: Sequence[CellResult]) -> ComparisonResults:
     )
 
 
-def write_results(plan: Plan, results: ComparisonResults, cells: Sequence[CellResult]) -> None:
+def write_results(plan: CellPlan, results: ComparisonResults, cells: Sequence[CellResult]) -> None:
     """Write results.json, and results.parquet with one row for each evaluation, final model and n of best-of-n."""
     results.write(plan.folder)
     columns = ("kind", "arm", "seed", "step", "n", *MEASURES, *Costs().record())

@@ -13,7 +13,7 @@ import yaml
 
 from rlhf.comparison.aggregate import CellResult
 from rlhf.comparison.costs import UNITS
-from rlhf.comparison.plan import Plan
+from rlhf.comparison.plan import CellPlan
 from rlhf.comparison.results import ComparisonResults, CurvePoint, Evaluation, FrontierPoint, Measures
 from rlhf.comparison.summary import (
     budget_in_words,
@@ -49,7 +49,7 @@ GLYPHS = {
 
 
 def write_compare_page(
-    plan: Plan,
+    plan: CellPlan,
     results: ComparisonResults,
     charts: ComparisonCharts,
     cells: Sequence[CellResult],

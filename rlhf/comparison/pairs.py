@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.comparison.plan import Cell, Plan
+from rlhf.comparison.plan import Cell, CellPlan
 from rlhf.comparison.trial import FOLDER, Judgment
 from rlhf.config.compare import PairsConfig
 from rlhf.config.load import dump
@@ -28,7 +28,7 @@ from rlhf.tracking.trackers import to_json
 PAIRS = "pairs"
 
 
-def judge_pairs(plan: Plan) -> None:
+def judge_pairs(plan: CellPlan) -> None:
     """Judge every finished cell against every opponent of its seed, and write evals/pairs.json of the cell.
 
     A cell whose file has the same settings, opponents and completions is left as it is.
@@ -52,7 +52,7 @@ def judge_pairs(plan: Plan) -> None:
         if not opponents or _is_done(cell.folder, config, mine, opponents):
             continue
         judge = judge or build_judge(config, cell)
-        result = compare(mine, opponents, config, judge, seed=cell.seed)
+        result = compare_with_opponents(mine, opponents, config, judge, seed=cell.seed)
         path = _file(cell.folder)
         content = {"suite": PAIRS, **result.as_json(), "config": dump(config), "against": list(opponents)}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def _completions(judgment: Judgment, config: PairsConfig) -> list[str]:
     return [str(row["completion"]) for row in judgment.rows[: config.limit]]
 
 
-def compare(
+def compare_with_opponents(
     mine: Judgment,
     opponents: Mapping[str, Judgment],
     config: PairsConfig,

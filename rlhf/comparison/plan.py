@@ -20,25 +20,23 @@ from rlhf.config.compare import (
     TrainedArm,
 )
 from rlhf.config.data import HELD_OUT
-from rlhf.config.files import format_yaml, merge, merge_overrides
+from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
 from rlhf.config.load import drop_unread, dump, read_yaml, train_config, validate
 from rlhf.config.presets import drop_keys
 from rlhf.config.run import UNKNOWN_LENGTH
-from rlhf.config.sections import TrainConfig
+from rlhf.config.sections import RunConfiguration, TrainConfig
 from rlhf.errors import ConfigError, command_or_call
 from rlhf.guard.lint import check_settings
-from rlhf.guard.rule import RunConfiguration
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.plugins import load_plugins
 from rlhf.rewards.source import Source
 from rlhf.suites.suite import Suite, find_suite
 from rlhf.tracking.run_folder import differing_keys, write_atomically
 
-Json = dict[str, Any]
 Settings = dict[str, dict[str, Any]]
 
 
-def suites_of(suites: Mapping[str, Json], train: TrainConfig, proxy: Source | None, n: int | None) -> Settings:
+def suites_of(suites: Mapping[str, Tree], train: TrainConfig, proxy: Source | None, n: int | None) -> Settings:
     """Complete the settings of the suites for one cell.
 
     Args:
@@ -66,7 +64,7 @@ def _settings_class(name: str) -> type[Suite]:
         raise ConfigError(str(error).replace("--suite", "suites")) from error
 
 
-def _settings(name: str, given: Json, train: TrainConfig) -> Json:
+def _settings(name: str, given: Tree, train: TrainConfig) -> Tree:
     """Complete a suite's settings from those of the run, and check them."""
     kind = _settings_class(name)
     sampling = {"temperature": train.sampling.temperature, "batch_size": train.sampling.batch_size}
@@ -88,8 +86,6 @@ FIXED_SETTINGS = {
     "schedule.epochs": "budget",
 }
 LENGTH = ("schedule.steps", "schedule.epochs")
-
-Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -122,7 +118,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CellPlan:
     """All cells of a comparison.
 
     They come seed after seed, the start model's before those of the arms, so that an unfinished comparison can already
@@ -143,7 +139,7 @@ class Plan:
         return self.cells if self.config.tune is None else [*self.of(START_FOLDER), *self.trials]
 
 
-def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True, trials: bool = True) -> Plan:
+def plan_cells(config: CompareConfig, *, beside: Path, lab_files: bool = True, trials: bool = True) -> CellPlan:
     """Build the cells of a comparison, each with a complete configuration that has been validated.
 
     Args:
@@ -174,7 +170,7 @@ def make_plan(config: CompareConfig, *, beside: Path, lab_files: bool = True, tr
     tuning = _trials(config, base, folder) if trials else []
     if lab_files:
         cells, tuning = [_with_lab_files(cell) for cell in cells], [_with_lab_files(cell) for cell in tuning]
-    return Plan(config, folder, cells, tuning)
+    return CellPlan(config, folder, cells, tuning)
 
 
 def _held_out(base: Tree) -> Tree:
@@ -238,12 +234,12 @@ def _with_lab_files(cell: Cell) -> Cell:
     return cell if train is cell.config.train else replace(cell, config=cell.config.model_copy(update={"train": train}))
 
 
-def read_plan(config: CompareConfig, folder: Path) -> Plan:
+def read_plan(config: CompareConfig, folder: Path) -> CellPlan:
     """Read the plan whose cells are in `folder` from their cell.yaml; the base is not read again."""
     twins = [UNTUNED] if config.tune is not None and config.tune.report_default else []
     names = [START_FOLDER, *(f"{arm}{ending}" for arm in config.arms for ending in ("", *twins))]
     folders = [folder / name / f"seed-{seed}" for name in names for seed in config.seeds]
-    return Plan(config, folder, [read_cell(path) for path in folders if (path / CELL).is_file()])
+    return CellPlan(config, folder, [read_cell(path) for path in folders if (path / CELL).is_file()])
 
 
 def ensure_owner(cell: Cell) -> None:
@@ -415,6 +411,6 @@ def _with_length(tree: Tree, config: CompareConfig, arm_settings: Tree, train: T
     return settings
 
 
-def trained_arms(plan: Plan) -> dict[str, RunConfiguration]:
+def trained_arms(plan: CellPlan) -> dict[str, RunConfiguration]:
     """Return the runs of a comparison's trained arms, one for all its seeds."""
     return {f"arms.{cell.arm}": cell.config.train for cell in plan.cells if cell.config.budget is not None}

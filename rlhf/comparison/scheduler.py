@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal, Protocol, runtime_checkable
 import torch
 
 from rlhf.comparison.board import OUTPUT, Board
-from rlhf.comparison.plan import Cell, Plan, ensure_owner
+from rlhf.comparison.plan import Cell, CellPlan, ensure_owner
 from rlhf.comparison.trial import INTERRUPTED, JUDGED, unmeasured_suites
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.compare import START_FOLDER
@@ -34,14 +34,14 @@ from rlhf.training.session import Interruption
 FAILED = "failed.json"
 POLL_S = 0.05
 
-Outcome = Literal["done", "failed", "interrupted"]
+CellOutcome = Literal["done", "failed", "interrupted"]
 
 
 @runtime_checkable
 class Running(Protocol):
     """A cell that was started."""
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> CellOutcome | None:
         """Return how the cell ended; None while it runs."""
 
     def stop(self) -> None:
@@ -54,7 +54,7 @@ class Running(Protocol):
 StartCell = Callable[[Cell, int], Running]  # the cell, and which of the `jobs` slots it takes
 
 
-def run_cells(plan: Plan, start: StartCell, view: ComparisonView) -> bool:
+def run_cells(plan: CellPlan, start: StartCell, view: ComparisonView) -> bool:
     """Run every cell that is not over, including arms that failed before; return False if the user stopped it.
 
     Args:
@@ -129,7 +129,7 @@ class _Slot:
 class _Scheduler:
     """The cells that wait, those that run and in which slot, and whether the comparison is stopping."""
 
-    plan: Plan
+    plan: CellPlan
     start: StartCell
     board: Board
     stop: Interruption
@@ -193,7 +193,7 @@ class _Scheduler:
             slot.running.stop()
 
 
-def _reason(cell: Cell, outcome: Outcome) -> str:
+def _reason(cell: Cell, outcome: CellOutcome) -> str:
     return f"\n  {printable(failure_of(cell.folder) or '')}" if outcome == "failed" else ""
 
 
@@ -212,7 +212,7 @@ class CellProcess:
         self.cell, self._jobs = cell, jobs
         self._launched = processes > 1 and cell.config.budget is not None
         self._stop_requested = False
-        share = Share(place, jobs, processes, launched=self._launched)
+        share = MachineShare(place, jobs, processes, launched=self._launched)
         devices = visible_devices(os.environ)
         environment = resource_environment(share, cores=count_cores(), devices=devices, environ=os.environ)
         command = [sys.executable]
@@ -229,7 +229,7 @@ class CellProcess:
             env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
         )
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> CellOutcome | None:
         """Return how the cell ended, None while it runs; the error of a failed cell is recorded in its folder."""
         code = self.process.poll()
         if code is None:
@@ -267,7 +267,7 @@ class CellProcess:
 
 
 @dataclass(frozen=True)
-class Share:
+class MachineShare:
     """A cell's share of the machine: one of `jobs` slots, each with room for `processes` processes."""
 
     place: int
@@ -282,7 +282,7 @@ class Share:
 
 
 def resource_environment(
-    share: Share, *, cores: int, devices: Sequence[str], environ: Mapping[str, str]
+    share: MachineShare, *, cores: int, devices: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment variables that give a cell its share of the machine.
 
@@ -298,7 +298,7 @@ def resource_environment(
     return changes
 
 
-def check_devices(plan: Plan, devices: Sequence[str]) -> None:
+def check_devices(plan: CellPlan, devices: Sequence[str]) -> None:
     """Check that cells that run at once, in several processes each, do not need the same GPU.
 
     Raises:

@@ -8,13 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf.section import Needed, Section
+from rlhf.section import Fraction, Needed, Positive, Section
 
 Count = Annotated[int, Field(ge=1)]
-Weight = Annotated[float, Field(gt=0)]
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 Size = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Learn = Literal["assistant", "last", "all"]
 
 
@@ -47,7 +45,7 @@ class SourceConfig(Section):
 
     path: str
     """File, folder or hub id."""
-    weight: Weight = 1.0
+    weight: Positive = 1.0
     """Rows are drawn exactly in proportion to the weights of the sources (docs/data.md)."""
     split: str | None = None
     """The split of a folder or hub data set."""
@@ -74,7 +72,7 @@ class TrainableDataConfig(DatasetConfig):
     JSONL (also .gz), Parquet, save_to_disk folders and the hub."""
     shuffle_buffer: Count = 4096
     """With stream: rows are shuffled within consecutive blocks of this many rows."""
-    part: tuple[Share, Share] | None = None
+    part: tuple[Fraction, Fraction] | None = None
     """Use only rows whose prompt's hash, mapped to [0, 1), is in this interval: [0, 0.5] and [0.5, 1] share no prompt.
     limit counts rows of the part."""
 

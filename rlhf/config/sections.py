@@ -867,3 +867,7 @@ class RewardModelConfig(Section):
                     f"{name} is for reward models of pairs, and process trains one of steps: set {instead}"
                 )
         return self
+
+
+RunConfiguration = TrainConfig | RewardModelConfig
+"""One training run, or one of a reward model."""

@@ -41,7 +41,7 @@ class Constraint:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Compliance:
     """Which constraints of a row a response meets, in their order."""
 
     strict: tuple[bool, ...]
@@ -62,9 +62,9 @@ def read_constraints(row: Mapping[str, object]) -> list[Constraint]:
     return [_constraint(kind, given) for kind, given in zip(kinds, arguments, strict=True)]
 
 
-def verify(constraints: Sequence[Constraint], response: str) -> Verdict:
+def verify(constraints: Sequence[Constraint], response: str) -> Compliance:
     """Check a response against all constraints of its row."""
-    return Verdict(
+    return Compliance(
         strict=tuple(constraint.is_met(response) for constraint in constraints),
         loose=tuple(constraint.is_met_loosely(response) for constraint in constraints),
     )

@@ -16,7 +16,7 @@ from rlhf.config.data import DatasetConfig, TrainableDataConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
 from rlhf.data.formats import ASSISTANT, Completion, RowFormats, is_transcript
-from rlhf.data.rows import BadRow, Row, RowCounts
+from rlhf.data.rows import BadRow, DataRow, RowCounts
 from rlhf.data.templates import Rendered
 from rlhf.data.tokenizer import Encoder
 from rlhf.errors import DataError
@@ -116,7 +116,7 @@ T = TypeVar("T", bound=HasPrompt)
 class PreparedRow(Generic[T]):
     """A usable row in three forms: as read, parsed for its use, and rendered as text."""
 
-    row: Row
+    row: DataRow
     parsed: T
     text: Rendered
 
@@ -192,7 +192,7 @@ class RowPipeline(Generic[T, S]):
         skips.digest = digest_of(entries)
         return entries, skips
 
-    def encode(self, read: Iterator[tuple[Row, T]], skips: RowCounts, *, limit: int | None) -> Iterator[Entry[T]]:
+    def encode(self, read: Iterator[tuple[DataRow, T]], skips: RowCounts, *, limit: int | None) -> Iterator[Entry[T]]:
         """Yield the usable ones of some parsed rows with their token ids, at most `limit`."""
         encoder = self.encoder
         chosen = ((row, parsed) for row, parsed in read if self._is_in_part(parsed))
@@ -266,7 +266,7 @@ def _default_render(encoder: Encoder) -> Callable[[HasPrompt], list[Rendered]]:
 
 
 def _render_rows(
-    read: Iterator[tuple[Row, T]], encoder: Encoder, skips: RowCounts, render: Callable[[T], list[Rendered]]
+    read: Iterator[tuple[DataRow, T]], encoder: Encoder, skips: RowCounts, render: Callable[[T], list[Rendered]]
 ) -> Iterator[PreparedRow[T]]:
     for row, parsed in read:
         item = _keep_formatted_prompt(row, parsed, encoder, skips)
@@ -279,7 +279,7 @@ def _render_rows(
         yield from (PreparedRow(row, item, text) for text in texts)
 
 
-def _keep_formatted_prompt(row: Row, parsed: T, encoder: Encoder, skips: RowCounts) -> T:
+def _keep_formatted_prompt(row: DataRow, parsed: T, encoder: Encoder, skips: RowCounts) -> T:
     """Restore a text prompt that has the template's turns written out already: it is not to be templated again."""
     prompt = row.values.get("prompt")
     if isinstance(parsed.prompt, str) or not isinstance(prompt, str):
@@ -291,7 +291,9 @@ def _keep_formatted_prompt(row: Row, parsed: T, encoder: Encoder, skips: RowCoun
     return cast(T, replace(item, prompt=prompt))
 
 
-def _note_treatment(row: Row, prompt: Prompt, texts: Sequence[Rendered], encoder: Encoder, skips: RowCounts) -> None:
+def _note_treatment(
+    row: DataRow, prompt: Prompt, texts: Sequence[Rendered], encoder: Encoder, skips: RowCounts
+) -> None:
     """Record in `skips` how rows like this one are treated, each remark once."""
     if encoder.template.choice == "auto" and has_text_prompt(row) and not isinstance(prompt, str):
         skips.note(
@@ -308,7 +310,7 @@ def _note_treatment(row: Row, prompt: Prompt, texts: Sequence[Rendered], encoder
         skips.count(f"rows whose {name} the chat template does not write")
 
 
-def has_text_prompt(row: Row) -> bool:
+def has_text_prompt(row: DataRow) -> bool:
     """Return whether the prompt of a row is a text, which a chat template makes a user turn of."""
     return any(isinstance(row.values.get(name), str) for name in _TEXT_PROMPTS)
 

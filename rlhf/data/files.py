@@ -31,7 +31,7 @@ from typing import Any
 
 from rlhf.config.data import DatasetConfig
 from rlhf.data.paths import SUFFIXES, looks_local, missing
-from rlhf.data.rows import Row, RowCounts
+from rlhf.data.rows import DataRow, RowCounts
 from rlhf.errors import DataError
 from rlhf.tracking.fingerprint import content_digest
 
@@ -49,7 +49,7 @@ def unreadable_errors() -> tuple[type[Exception], ...]:
     return (OSError, EOFError, ValueError, RuntimeError, zlib.error, DatasetsError, pyarrow.ArrowException)
 
 
-def load_rows(config: DatasetConfig, skips: RowCounts | None = None) -> list[Row]:
+def load_rows(config: DatasetConfig, skips: RowCounts | None = None) -> list[DataRow]:
     """Load all rows of a data set and rename its columns; malformed rows go to `skips`, or are fatal without it.
 
     Raises:
@@ -68,14 +68,14 @@ def load_rows(config: DatasetConfig, skips: RowCounts | None = None) -> list[Row
     return _rename_columns(rows, config.columns)
 
 
-def _rename_columns(rows: list[Row], columns: dict[str, str]) -> list[Row]:
+def _rename_columns(rows: list[DataRow], columns: dict[str, str]) -> list[DataRow]:
     if not columns or not rows:
         return rows
     check_columns(rows, columns)
     return [rename_row(row, columns) for row in rows]
 
 
-def check_columns(rows: list[Row], columns: dict[str, str]) -> None:
+def check_columns(rows: list[DataRow], columns: dict[str, str]) -> None:
     """Check that every file has each column to rename, in at least one row.
 
     Raises:
@@ -93,11 +93,11 @@ def check_columns(rows: list[Row], columns: dict[str, str]) -> None:
                 )
 
 
-def rename_row(row: Row, columns: dict[str, str]) -> Row:
+def rename_row(row: DataRow, columns: dict[str, str]) -> DataRow:
     """Rename the columns of a row: our name -> the file's. A column of the file that has our name is left out."""
     unchanged = {name: value for name, value in row.values.items() if name not in {*columns, *columns.values()}}
     renamed = {ours: row.values[theirs] for ours, theirs in columns.items() if theirs in row.values}
-    return Row(unchanged | renamed, row.file, row.number)
+    return DataRow(unchanged | renamed, row.file, row.number)
 
 
 def file_format(path: Path) -> str | None:
@@ -105,7 +105,7 @@ def file_format(path: Path) -> str | None:
     return next((suffix.split(".")[1] for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
 
 
-def _folder_rows(folder: Path, split: str, skips: RowCounts) -> Iterator[Row]:
+def _folder_rows(folder: Path, split: str, skips: RowCounts) -> Iterator[DataRow]:
     if is_saved_folder(folder):
         yield from _numbered_rows(load_saved(folder, split), str(folder))
         return
@@ -171,7 +171,7 @@ def _stem(path: Path) -> str:
     return re.sub(r"-\d+-of-\d+$", "", name.removesuffix(suffix))
 
 
-def _file_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
+def _file_rows(path: Path, skips: RowCounts) -> Iterator[DataRow]:
     try:
         match file_format(path):
             case "jsonl":
@@ -213,7 +213,7 @@ def load_saved(folder: Path, split: str) -> Any:
     return saved
 
 
-def _hub_rows(name: str, split: str) -> Iterator[Row]:
+def _hub_rows(name: str, split: str) -> Iterator[DataRow]:
     import datasets
 
     try:
@@ -226,7 +226,7 @@ def _hub_rows(name: str, split: str) -> Iterator[Row]:
         ) from error
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[DataRow]:
     import datasets
 
     try:
@@ -251,9 +251,9 @@ def _without_nulls(value: object) -> object:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _numbered_rows(rows: Iterable[Any], file: str) -> Iterator[Row]:
+def _numbered_rows(rows: Iterable[Any], file: str) -> Iterator[DataRow]:
     for number, values in enumerate(rows, start=1):
-        yield Row(arrow_row(values), file, number)
+        yield DataRow(arrow_row(values), file, number)
 
 
 def one_line(error: BaseException) -> str:
@@ -266,14 +266,14 @@ def _read_bytes(path: Path) -> bytes:
     return gzip.decompress(data) if path.name.lower().endswith(".gz") else data
 
 
-def _jsonl_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
+def _jsonl_rows(path: Path, skips: RowCounts) -> Iterator[DataRow]:
     # Only "\n" ends a line of JSONL: str.splitlines() would also split inside a text, for example at U+2028.
     for number, line in enumerate(_read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():
-            yield from json_row(line, Row({}, str(path), number), skips)
+            yield from json_row(line, DataRow({}, str(path), number), skips)
 
 
-def json_row(line: bytes, empty_row: Row, skips: RowCounts) -> Iterator[Row]:
+def json_row(line: bytes, empty_row: DataRow, skips: RowCounts) -> Iterator[DataRow]:
     """Yield the row in a line of JSON, unless it is malformed, which goes to `skips`."""
     try:
         values = json.loads(line.decode("utf-8"))
@@ -283,14 +283,14 @@ def json_row(line: bytes, empty_row: Row, skips: RowCounts) -> Iterator[Row]:
     yield from _object_row(values, empty_row, skips)
 
 
-def _object_row(values: object, empty_row: Row, skips: RowCounts) -> Iterator[Row]:
+def _object_row(values: object, empty_row: DataRow, skips: RowCounts) -> Iterator[DataRow]:
     if isinstance(values, dict):
-        yield Row(values, empty_row.file, empty_row.number)
+        yield DataRow(values, empty_row.file, empty_row.number)
     else:
         skips.add(empty_row, "not a JSON object", f"a {type(values).__name__}")
 
 
-def _json_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
+def _json_rows(path: Path, skips: RowCounts) -> Iterator[DataRow]:
     data = _read_bytes(path)
     try:
         items = json.loads(data.decode("utf-8-sig"))
@@ -303,10 +303,10 @@ def _json_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
     if not isinstance(items, list):
         raise DataError(f"{path}: a JSON data set is an array of objects, [{{...}}, ...]; this is a single value")
     for number, values in enumerate(items, start=1):
-        yield from _object_row(values, Row({}, str(path), number), skips)
+        yield from _object_row(values, DataRow({}, str(path), number), skips)
 
 
-def _csv_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
+def _csv_rows(path: Path, skips: RowCounts) -> Iterator[DataRow]:
     text = _read_bytes(path).decode("utf-8-sig")
     csv.field_size_limit(2**31 - 1)  # the default refuses cells of more than 128 KiB, such as long transcripts
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -316,7 +316,7 @@ def _csv_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            skips.add(Row({}, str(path), number), "not CSV", one_line(error))
+            skips.add(DataRow({}, str(path), number), "not CSV", one_line(error))
             continue
         if cells is None:
             return
@@ -325,10 +325,10 @@ def _csv_rows(path: Path, skips: RowCounts) -> Iterator[Row]:
             if len(set(header)) < len(header):
                 raise DataError(f"{path}: two columns have the same name: {', '.join(header)}")
         elif len(cells) == len(header):
-            yield Row(dict(zip(header, cells, strict=True)), str(path), number)
+            yield DataRow(dict(zip(header, cells, strict=True)), str(path), number)
         elif cells:
             mismatch = f"{len(cells)} cells where the header has {len(header)}"
-            skips.add(Row({}, str(path), number), "not as wide as the header", mismatch)
+            skips.add(DataRow({}, str(path), number), "not as wide as the header", mismatch)
 
 
 STREAMABLE = ("jsonl", "parquet")
@@ -353,19 +353,19 @@ class JsonlReader:
         self._file: BufferedIOBase | None = None
         self._offset = 0
 
-    def read(self, offset: int, number: int, count: int, skips: RowCounts) -> tuple[list[Row], int, int]:
+    def read(self, offset: int, number: int, count: int, skips: RowCounts) -> tuple[list[DataRow], int, int]:
         """Read `count` lines, fewer at the end; blank ones are not rows, and malformed ones go to `skips`.
 
         Returns:
             The rows, and the offset and the number after them.
         """
         file = self._at(offset)
-        rows: list[Row] = []
+        rows: list[DataRow] = []
         for line in islice(file, count):
             number, self._offset = number + 1, self._offset + len(line)
             text = line.removeprefix(_BOM) if number == 1 else line
             if text.strip():
-                rows.extend(json_row(text.rstrip(b"\n"), Row({}, str(self.path), number), skips))
+                rows.extend(json_row(text.rstrip(b"\n"), DataRow({}, str(self.path), number), skips))
         return rows, self._offset, number
 
     def _at(self, offset: int) -> BufferedIOBase:
@@ -391,14 +391,14 @@ class TableReader:
         self._rows: Iterator[Mapping[str, object]] = iter(())
         self._offset = -1
 
-    def read(self, offset: int, number: int, count: int, skips: RowCounts) -> tuple[list[Row], int, int]:
+    def read(self, offset: int, number: int, count: int, skips: RowCounts) -> tuple[list[DataRow], int, int]:
         """Read `count` rows, as a `JsonlReader` reads lines."""
         del skips  # every row of a table is one
         if self._offset != offset:
             self._rows, self._offset = self.rows_from(offset), offset
         values = list(islice(self._rows, count))
         self._offset += len(values)
-        rows = [Row(arrow_row(row), self.name, number + i) for i, row in enumerate(values, start=1)]
+        rows = [DataRow(arrow_row(row), self.name, number + i) for i, row in enumerate(values, start=1)]
         return rows, self._offset, number + len(values)
 
 
@@ -433,7 +433,7 @@ class LazyDataset:
         self._checked: set[int] = set()
         self._reader: tuple[int, JsonlReader | TableReader] | None = None
 
-    def read(self, cursor: Cursor, count: int, skips: RowCounts) -> tuple[list[Row], Cursor | None]:
+    def read(self, cursor: Cursor, count: int, skips: RowCounts) -> tuple[list[DataRow], Cursor | None]:
         """Read `count` lines or rows of one file, or what is left of it.
 
         Returns:
@@ -452,7 +452,7 @@ class LazyDataset:
             return renamed, following if following.file < len(self.files) else None
         return renamed, replace(cursor, offset=offset, number=number)
 
-    def head(self, file: int) -> list[Row]:
+    def head(self, file: int) -> list[DataRow]:
         """Read the first rows of a file, through a reader of its own; malformed ones are left out."""
         name, _ = self.files[file]
         with _readable(name):
@@ -471,7 +471,7 @@ class LazyDataset:
             digest.update((content_digest(place) if place.exists() else name).encode())
         return digest.hexdigest()
 
-    def _read_file(self, cursor: Cursor, count: int, skips: RowCounts) -> tuple[list[Row], int, int]:
+    def _read_file(self, cursor: Cursor, count: int, skips: RowCounts) -> tuple[list[DataRow], int, int]:
         if self._reader is None or self._reader[0] != cursor.file:
             self._reader = (cursor.file, self._new_reader(cursor.file))
         with _readable(self.files[cursor.file][0]):

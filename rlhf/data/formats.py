@@ -35,7 +35,7 @@ from rlhf.data.conversation import (
     with_system,
     without_final_answers,
 )
-from rlhf.data.rows import BadRow, Row, RowCounts
+from rlhf.data.rows import BadRow, DataRow, RowCounts
 from rlhf.errors import DataError
 
 ASSISTANT = "\n\nAssistant:"
@@ -354,7 +354,7 @@ class RowFormats(Generic[T]):
     name: str
     shapes: tuple[RowFormat[T], ...]
 
-    def choose_format(self, rows: Sequence[Row], file: str) -> RowFormat[T]:
+    def choose_format(self, rows: Sequence[DataRow], file: str) -> RowFormat[T]:
         """Return the first shape that fits the columns which at least half of the rows in `file` have.
 
         Raises:
@@ -372,9 +372,9 @@ class RowFormats(Generic[T]):
             f"{{{self.shapes[0].columns[0]}: their name}}."
         )
 
-    def read(self, rows: Sequence[Row], skips: RowCounts, *, turns: bool) -> Iterator[tuple[Row, T]]:
+    def read(self, rows: Sequence[DataRow], skips: RowCounts, *, turns: bool) -> Iterator[tuple[DataRow, T]]:
         """Yield each usable row with its parsed form; unusable rows are recorded in `skips`."""
-        files: dict[str, list[Row]] = {}
+        files: dict[str, list[DataRow]] = {}
         for row in rows:
             files.setdefault(row.file, []).append(row)
         for file, file_rows in files.items():

@@ -25,7 +25,7 @@ from rlhf.config.data import DatasetConfig
 from rlhf.data.datasets import Entry, HasPrompt, RowPipeline, RowSet, digest_of, epoch_order
 from rlhf.data.files import Cursor, LazyDataset
 from rlhf.data.formats import RowFormat
-from rlhf.data.rows import BadRow, Row, RowCounts
+from rlhf.data.rows import BadRow, DataRow, RowCounts
 from rlhf.runtime.seeding import derive_seed
 
 T = TypeVar("T", bound=HasPrompt)
@@ -263,7 +263,7 @@ class StreamedSource(Generic[T]):
             self.report(f"{self.counts.summary() if is_whole else total}. Read to its end")
         self._length, self._total_skipped = length, skipped
 
-    def _parse(self, rows: Sequence[Row], file: int, counts: RowCounts) -> Any:
+    def _parse(self, rows: Sequence[DataRow], file: int, counts: RowCounts) -> Any:
         for row in rows:
             if row.file not in self._formats:
                 self._formats = {row.file: self.pipeline.use.choose_format(self._data.head(file), row.file)}
@@ -273,7 +273,7 @@ class StreamedSource(Generic[T]):
                 counts.add(row, bad.reason, bad.detail)
 
 
-Source = MemorySource[T] | StreamedSource[T]
+RowSource = MemorySource[T] | StreamedSource[T]
 """One source of a mixture: an endless sequence of encoded rows, epoch after epoch."""
 
 
@@ -282,7 +282,7 @@ class MixedStream(Generic[T, S]):
 
     def __init__(
         self,
-        sources: Mapping[str, Source[T]],
+        sources: Mapping[str, RowSource[T]],
         schedule: QuotaSchedule,
         rows_per_step: int,
         collect: Callable[[Sequence[Entry[T]], Sequence[str]], S],

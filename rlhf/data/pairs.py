@@ -27,7 +27,7 @@ from rlhf.data.datasets import (
 )
 from rlhf.data.files import load_rows
 from rlhf.data.formats import DEMONSTRATIONS, LABELLED, PAIRS, DemoText, LabelledText, PairText
-from rlhf.data.rows import Row, RowCounts
+from rlhf.data.rows import DataRow, RowCounts
 from rlhf.data.templates import Rendered, TemplateRenderer, conversation_rows
 from rlhf.data.tokenizer import (
     Encoder,
@@ -349,7 +349,7 @@ def _prompt_truncation(encoder: Encoder, limit: LengthLimit) -> Fit[T]:
 
 
 def _truncate_prompt(
-    row: Row, ids: EncodedRow, encoder: Encoder, limit: LengthLimit, skips: RowCounts
+    row: DataRow, ids: EncodedRow, encoder: Encoder, limit: LengthLimit, skips: RowCounts
 ) -> EncodedRow | None:
     """Fit a row's longest side to the limit, cutting the start of its prompt if `too_long` is "truncate".
 

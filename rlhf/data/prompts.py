@@ -18,7 +18,7 @@ from rlhf.config.data import ChatFormat, PromptsConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.datasets import BatchStream, EncodedRow, Entry, PreparedRow, RowPipeline, check_ids, has_text_prompt
 from rlhf.data.formats import ASSISTANT, PROMPTS, PromptText, is_transcript
-from rlhf.data.rows import BadRow, Row, RowCounts
+from rlhf.data.rows import BadRow, DataRow, RowCounts
 from rlhf.data.tokenizer import Encoder, LengthLimit, left_pad, make_encoder, truncate_start
 from rlhf.errors import DataError
 from rlhf.types import Prompts
@@ -129,7 +129,7 @@ def prompt_pipeline(
 
 
 def _fit_prompt(
-    row: Row, encoded: EncodedRow, encoder: Encoder, first_tokens: int | None, limit: LengthLimit, skips: RowCounts
+    row: DataRow, encoded: EncodedRow, encoder: Encoder, first_tokens: int | None, limit: LengthLimit, skips: RowCounts
 ) -> list[int] | None:
     """Cut the prompt to its first tokens, if so configured, and to the limit; return None if the row is left out."""
     check_ids(encoded)

@@ -19,7 +19,7 @@ class BadRow(Exception):
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """The columns of one row, and its file and line."""
 
     values: dict[str, object]
@@ -56,7 +56,7 @@ class RowCounts:
         """Return how many rows were skipped, for any reason."""
         return sum(self.counts.values())
 
-    def add(self, row: Row, reason: str, detail: str = "") -> None:
+    def add(self, row: DataRow, reason: str, detail: str = "") -> None:
         """Skip a malformed row.
 
         Raises:
@@ -69,7 +69,7 @@ class RowCounts:
             )
         self.skip(row, reason, detail)
 
-    def skip(self, row: Row, reason: str, detail: str = "") -> None:
+    def skip(self, row: DataRow, reason: str, detail: str = "") -> None:
         """Skip a row that is not malformed, for example one that is too long; never fatal."""
         self.counts[reason] += 1
         if len(self._examples[reason]) < EXAMPLES:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.config.data import PreferencesConfig
 from rlhf.data.datasets import place_of
 from rlhf.data.files import load_rows
-from rlhf.data.rows import BadRow, Row, RowCounts
+from rlhf.data.rows import BadRow, DataRow, RowCounts
 from rlhf.data.tokenizer import left_pad, length_limit, pad_id, right_pad, right_pad_flags
 from rlhf.errors import DataError
 from rlhf.types import LabelledSteps
@@ -149,7 +149,7 @@ def load_steps(
     return StepSet(tuple(rows), tuple(texts), pad_id(tokenizer), skips)
 
 
-def read_steps(row: Row) -> StepText:
+def read_steps(row: DataRow) -> StepText:
     """Read a row with the columns prompt, completions and labels.
 
     Raises:

@@ -33,7 +33,7 @@ from transformers.tokenization_python import PythonBackend, Trie
 from rlhf.config.data import ChatFormat
 from rlhf.data.conversation import Message, Prompt, segments
 from rlhf.data.paths import looks_local, missing
-from rlhf.data.rows import Row, RowCounts
+from rlhf.data.rows import DataRow, RowCounts
 from rlhf.data.templates import Rendered, Template, Tools, choose_template, is_written_out, render, turn_end_id
 from rlhf.errors import DataError, ModelError, install_hint
 from rlhf.types import Completions
@@ -396,7 +396,7 @@ class LengthLimit:
     name: str
     too_long: Literal["skip", "truncate", "error"]
 
-    def tokens_to_cut(self, row: Row, tokens: int, skips: RowCounts) -> int | None:
+    def tokens_to_cut(self, row: DataRow, tokens: int, skips: RowCounts) -> int | None:
         """Return how many tokens to cut: 0 if the row fits, None if it was recorded in `skips` and left out.
 
         Raises:

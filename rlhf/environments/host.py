@@ -53,8 +53,8 @@ class End:
     episode: int
 
 
-Request = Begin | Act | End
-Answer = ResetResult | StepResult | Fault | None
+HostRequest = Begin | Act | End
+HostReply = ResetResult | StepResult | Fault | None
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Host:
         self.make = make
         self._episodes: dict[int, _Episode] = {}
 
-    def handle(self, request: Request) -> Answer:
+    def handle(self, request: HostRequest) -> HostReply:
         """Run one request.
 
         Raises:
@@ -116,7 +116,7 @@ class Host:
             close()
 
 
-request_handlers: dict[type, Callable[[Host, Any], Answer]] = {Begin: Host.begin, Act: Host.act, End: Host.end}
+request_handlers: dict[type, Callable[[Host, Any], HostReply]] = {Begin: Host.begin, Act: Host.act, End: Host.end}
 
 
 @contextmanager

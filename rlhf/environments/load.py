@@ -22,8 +22,6 @@ class Adapter(Named):
     name: ClassVar[str]
     extra: ClassVar[str] = ""
     """The optional extra of this project that installs the library; empty where none does."""
-    keeps_global_seed: ClassVar[bool] = False
-    """Whether its environments seed Python's global random generator, so that two in one process disturb each other."""
 
     @classmethod
     def load(cls, target: str, kwargs: Mapping[str, Any]) -> Make:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf.environments.host import Act, Answer, Begin, End, Host, Request
+from rlhf.environments.host import Act, Begin, End, Host, HostReply, HostRequest
 from rlhf.environments.load import load_environment
 from rlhf.environments.protocol import Fault, ResetResult, StepResult
 from rlhf.environments.worker import Start, receive, send
@@ -64,7 +64,7 @@ class EnvironmentPool:
         weakref.finalize(self, _stop_all, self._workers)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="environment") if workers else None
 
-    def run(self, requests: Sequence[Request]) -> list[Answer]:
+    def run(self, requests: Sequence[HostRequest]) -> list[HostReply]:
         """Answer the requests, in their order; those of one episode always go to the same worker."""
         started = time.perf_counter()
         answers = self._run_in_workers(requests) if self._workers else [self._run_here(r) for r in requests]
@@ -76,7 +76,7 @@ class EnvironmentPool:
         for worker in self._workers:
             worker.stop()
 
-    def _worker_of(self, request: Request) -> int:
+    def _worker_of(self, request: HostRequest) -> int:
         """Deal episodes to the workers in turn, and remember which has one."""
         if isinstance(request, End):
             return self._dealt.pop(request.episode, 0)
@@ -85,19 +85,19 @@ class EnvironmentPool:
             self._begun += 1
         return self._dealt[request.episode]
 
-    def _run_here(self, request: Request) -> Answer:
+    def _run_here(self, request: HostRequest) -> HostReply:
         try:
             return run_with_timeout(self.timeout_s, lambda: self._local.handle(request))
         except TimeLimitExceeded:
             self._local.drop(request.episode)
             return Fault(_overdue(self.timeout_s))
 
-    def _run_in_workers(self, requests: Sequence[Request]) -> list[Answer]:
+    def _run_in_workers(self, requests: Sequence[HostRequest]) -> list[HostReply]:
         assert self._threads is not None
         dealt: list[list[int]] = [[] for _ in self._workers]
         for number, request in enumerate(requests):
             dealt[self._worker_of(request)].append(number)
-        answers: list[Answer] = [None] * len(requests)
+        answers: list[HostReply] = [None] * len(requests)
 
         def serve(worker: _Worker, numbers: Sequence[int]) -> None:
             for number in numbers:
@@ -129,7 +129,7 @@ class _Played:
     answers: list[ResetResult | StepResult] = field(default_factory=list)
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[HostRequest]:
         return [self.begin, *(Act(self.begin.episode, action) for action in self.actions)]
 
 
@@ -143,7 +143,7 @@ class _Worker:
         self._played: dict[int, _Played] = {}
         self._lost: dict[int, Fault] = {}  # episodes that could not be played again
 
-    def ask(self, request: Request) -> Answer:
+    def ask(self, request: HostRequest) -> HostReply:
         """Answer a request; a fault ends its episode, and the process too if it hangs or is gone."""
         if isinstance(request, End):
             self._played.pop(request.episode, None)
@@ -169,7 +169,7 @@ class _Worker:
                 stream.close()
         self._process = None
 
-    def _record(self, request: Begin | Act, answer: Answer) -> None:
+    def _record(self, request: Begin | Act, answer: HostReply) -> None:
         if isinstance(answer, Fault) or answer is None:
             self._played.pop(request.episode, None)
             return
@@ -179,7 +179,7 @@ class _Worker:
             self._played[request.episode].actions.append(request.action)
         self._played[request.episode].answers.append(answer)
 
-    def _exchange(self, request: Request) -> Answer:
+    def _exchange(self, request: HostRequest) -> HostReply:
         """Send a request and wait for the answer; without one in time the process is killed."""
         assert self._process is not None
         assert self._process.stdin is not None

@@ -14,7 +14,6 @@ class TextArenaAdapter(Adapter):
 
     name: ClassVar[str] = "textarena"
     extra: ClassVar[str] = "textarena"
-    keeps_global_seed: ClassVar[bool] = True
 
     @classmethod
     def load(cls, target: str, kwargs: Mapping[str, Any]) -> Make:

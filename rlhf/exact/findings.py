@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf.errors import UserError
 
-Kind = Literal["loss", "advantage", "pair loss"]
+FindingKind = Literal["loss", "advantage", "pair loss"]
 ROUNDING = 1e-8
 
 
@@ -28,7 +28,7 @@ class Finding:
 class CheckResult:
     """The findings of a check; `print` it to read them."""
 
-    kind: Kind
+    kind: FindingKind
     findings: tuple[Finding, ...]
 
     @property

@@ -158,12 +158,8 @@ class RunContext:
             show: the metrics of the progress display.
             targets: the target values that the progress display shows beside a metric.
         """
-        config, versions = self.config, self._record_settings(total_steps)
-        progress = self.view.progress(config.run.name, total_steps, start_step=self.state.step, targets=targets)
-        recorder = self._open_recorder(progress, show)
-        health = self._open_health(recorder)
-        self._note_warm_up(total_steps)
-        self._report_to(recorder, _resume_messages(self, versions, total_steps))
+        config = self.config
+        recorder, health = self._open_reports(total_steps, show, targets)
         return Session(
             state=self.state,
             total_steps=total_steps,
@@ -182,6 +178,18 @@ class RunContext:
             feed=StreamFeed(self.streams, recorder.note) if self.streams else None,
             ranks=self.engine.ranks,
         )
+
+    def _open_reports(
+        self, total_steps: int, show: Sequence[str], targets: Mapping[str, float] | None
+    ) -> tuple[Recorder, HealthMonitor]:
+        """Open the display, the files and the alarms, and report what happened until now."""
+        versions = self._record_settings(total_steps)
+        progress = self.view.progress(self.config.run.name, total_steps, start_step=self.state.step, targets=targets)
+        recorder = self._open_recorder(progress, show)
+        health = self._open_health(recorder)
+        self._note_warm_up(total_steps)
+        self._report_to(recorder, _resume_messages(self, versions, total_steps))
+        return recorder, health
 
     def _note_warm_up(self, total_steps: int) -> None:
         """Note a warm-up that covers the run, where only the rows tell how many steps its epochs are."""

@@ -17,7 +17,7 @@ from rlhf.data.mixture import (
     MemorySource,
     MixedStream,
     QuotaSchedule,
-    Source,
+    RowSource,
     StreamedSource,
     integer_weights,
     source_seed,
@@ -167,8 +167,8 @@ def open_mixture(
 
 def _open_sources(
     config: TrainableDataConfig, pipeline: RowPipeline[T, S], *, seed: int, name: str, note: Callable[[str], None]
-) -> dict[str, Source[T]]:
-    sources: dict[str, Source[T]] = {}
+) -> dict[str, RowSource[T]]:
+    sources: dict[str, RowSource[T]] = {}
     for key, part in config.by_source(name).items():
         own_seed = source_seed(seed, key)
         if config.stream:

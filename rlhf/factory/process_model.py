@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from reward_model.steps import StepLoss
-from rlhf.config.data import PreferencesConfig
+from rlhf.config.data import PreferencesConfig, RewardModelDataConfig
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.datasets import BatchStream
 from rlhf.data.steps import StepSet, check_kinds, load_steps
@@ -46,31 +48,18 @@ def finish_process_model(run: OfflineRun) -> dict[str, Any]:
 
 def _build(config: RewardModelConfig, context: RunContext) -> OfflineRun:
     assert config.process is not None
-    settings, tokenizer = config.process, build_tokenizer(config.model)
+    separator, tokenizer = config.process.separator, build_tokenizer(config.model)
     model, trained = build_scalar_model(config, context, tokenizer)
-    limit, held_out = context_length(model.classifier), config.data.eval_preferences
-
-    def read(data: PreferencesConfig, name: str) -> StepSet:
-        rows = load_steps(data, tokenizer, separator=settings.separator, context=limit)
-        context.rows_read(name, rows.skips)
-        return rows
-
-    rows = read(config.data.preferences, "preferences")
-    check_kinds(rows)
+    read = partial(load_steps, tokenizer=tokenizer, separator=separator, context=context_length(model.classifier))
+    rows, held_out = _load_rows(config.data, context, read)
     stream = BatchStream(rows, config.batch.prompts_per_step, derive_seed(context.seed, "steps"))
     loss, engine = StepLoss(model, dtype=config.model.dtype), context.engine
-    evaluation = PairEvaluation(
-        None if held_out is None else read(held_out, "eval_preferences"),
-        loss,
-        config.batch.micro_batch_size,
-        engine.ranks,
-    )
     session = context.session(
         total_steps=total_steps(config.schedule, stream.steps_per_epoch),
         save=Saver(
             lambda folder: save_scalar_head(model, tokenizer, folder / MODEL, engine), {"model": trained}, None, engine
         ),
-        evaluate=evaluation,
+        evaluate=PairEvaluation(held_out, loss, config.batch.micro_batch_size, engine.ranks),
         show=progress_metrics("reward_model"),
     )
     return OfflineRun(
@@ -82,6 +71,20 @@ def _build(config: RewardModelConfig, context: RunContext) -> OfflineRun:
         loss=loss,
         trained=trained,
         ema=None,
-        export=lambda folder: save_step_model(model, tokenizer, folder, separator=settings.separator),
+        export=lambda folder: save_step_model(model, tokenizer, folder, separator=separator),
         seed=config.run.seed,
     )
+
+
+def _load_rows(
+    data: RewardModelDataConfig, context: RunContext, read: Callable[[PreferencesConfig], StepSet]
+) -> tuple[StepSet, StepSet | None]:
+    """Load the rows to train on and the held-out ones, and report what was left out of each."""
+    rows = read(data.preferences)
+    context.rows_read("preferences", rows.skips)
+    check_kinds(rows)
+    if data.eval_preferences is None:
+        return rows, None
+    held_out = read(data.eval_preferences)
+    context.rows_read("eval_preferences", held_out.skips)
+    return rows, held_out

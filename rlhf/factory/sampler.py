@@ -54,21 +54,7 @@ def build_sampler(
     Raises:
         ConfigError: the environment cannot be made, or the chat template rewrites earlier turns.
     """
-    ends = stop_token_ids(tokenizer, config.data.chat_format, eos_ids(models.policy, tokenizer))
-    sampler: Sampler
-    if servers is not None:
-        sampler = ServedSampler(servers, models, config.sampling, eos_ids=ends, pad_id=pad_id(tokenizer))
-    else:
-        sampler = make_sampler(
-            models.policy,
-            config.sampling,
-            eos_ids=ends,
-            pad_id=pad_id(tokenizer),
-            dtype=config.policy.dtype,
-            device=models.device,
-            engine=models.engine,
-            warn=warn,
-        )
+    sampler = _completion_sampler(config, models, tokenizer, warn, servers)
     if config.environment is None:
         return sampler
     return make_episode_sampler(
@@ -80,6 +66,29 @@ def build_sampler(
         ranks=models.engine.ranks,
         plugins=config.plugins,
         steady=None if servers is None else servers.steady,
+    )
+
+
+def _completion_sampler(
+    config: TrainConfig,
+    models: Models,
+    tokenizer: PreTrainedTokenizerBase,
+    warn: Callable[[str], None],
+    servers: ServerPool | None,
+) -> Sampler:
+    """Build what draws completions, in this process or from the servers."""
+    ends, pad = stop_token_ids(tokenizer, config.data.chat_format, eos_ids(models.policy, tokenizer)), pad_id(tokenizer)
+    if servers is not None:
+        return ServedSampler(servers, models, config.sampling, eos_ids=ends, pad_id=pad)
+    return make_sampler(
+        models.policy,
+        config.sampling,
+        eos_ids=ends,
+        pad_id=pad,
+        dtype=config.policy.dtype,
+        device=models.device,
+        engine=models.engine,
+        warn=warn,
     )
 
 

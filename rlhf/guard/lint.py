@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
+from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, RunConfiguration
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.guard.alarms.alarm import Alarm
-from rlhf.guard.rule import RunConfiguration, Violation, read_facts
+from rlhf.guard.rule import Violation, read_facts
 from rlhf.guard.rules_online import ONLINE_RULES, UPDATE_RULES
 from rlhf.guard.rules_run import DATA_RULES, RUN_RULES
 from rlhf.section import Choice, Facts, Rule, Section, rules_of, walk

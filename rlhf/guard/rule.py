@@ -10,11 +10,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
-from rlhf.planning.shapes import read_header
+from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, RunConfiguration
+from rlhf.planning.shapes import path_of_base, read_header
 from rlhf.section import Facts, Rule, Value
-
-RunConfiguration = OnlineConfig | OfflineConfig | RewardModelConfig
 
 ONLINE = (OnlineConfig,)
 OFFLINE = (OfflineConfig,)
@@ -22,7 +20,8 @@ POLICY = (OnlineConfig, OfflineConfig)
 ON_DATA = (OfflineConfig, RewardModelConfig)
 EVERY = (OnlineConfig, OfflineConfig, RewardModelConfig)
 
-_SIZE = re.compile(r"(?<![A-Za-z0-9.])(?:[A-Za-z]+)?(\d+(?:\.\d+)?)([KMB])(?![A-Za-z0-9])", re.IGNORECASE)
+_SIZE = re.compile(r"(?<![A-Za-z0-9.])([A-Za-z]*)[-_]?(\d+(?:\.\d+)?)([KMB])(?![A-Za-z0-9])", re.IGNORECASE)
+_COUNTED = ("run", "exp", "trial", "try", "test")  # run-29b is the second run of number 29
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
 
 
@@ -49,15 +48,25 @@ def outside(value: float, low: float, high: float) -> float | None:
 
 
 def read_facts(config: RunConfiguration) -> Facts:
-    """Read the facts of a run: from the headers of the model's safetensors files, else from its name."""
+    """Read the facts of a run: from the headers of the model's safetensors files, else from its name.
+
+    Of an adapter it is the model below it; the name of a run folder says nothing of the model in it.
+    """
     model = config.model.model if isinstance(config, RewardModelConfig) else config.policy.model
-    return Facts(parameters=_parameters_in(Path(model).expanduser()) or parameters_in_name(model))
+    base = path_of_base(model)
+    folder = Path(base.removesuffix("@best")).expanduser()
+    is_run = (folder / "config.yaml").is_file()
+    return Facts(parameters=_parameters_in(folder) or (None if is_run else parameters_in_name(base)))
 
 
 def parameters_in_name(name: str) -> float | None:
-    """Return the number of parameters that a model's name states (`Qwen2.5-0.5B`, `smollm2-135m`), or None."""
-    sizes = [float(number) * _UNITS[unit.upper()] for number, unit in _SIZE.findall(name)]
-    return sizes[-1] if sizes else None
+    """Return the number of parameters that the last part of a model's name states, or None.
+
+    Of several (`Qwen2.5-7B-Instruct-1M`) it is the largest: the others are a length, or the parameters of a token.
+    """
+    parts = _SIZE.findall(Path(name).name)
+    sizes = [float(number) * _UNITS[unit.upper()] for word, number, unit in parts if word.lower() not in _COUNTED]
+    return max(sizes, default=None)
 
 
 def _parameters_in(folder: Path) -> float | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlhf.config.sections import OnlineConfig
-from rlhf.guard.rule import EVERY, ONLINE, RunConfiguration, outside
+from rlhf.config.sections import OnlineConfig, RunConfiguration
+from rlhf.guard.rule import EVERY, ONLINE, outside
 from rlhf.section import Facts, Rule, Value
 
 SHORTEST = 16  # tokens

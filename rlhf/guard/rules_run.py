@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from rlhf.config.data import DatasetConfig
 from rlhf.config.run import UNKNOWN_LENGTH
-from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
-from rlhf.guard.rule import EVERY, OFFLINE, ON_DATA, POLICY, RunConfiguration, outside
+from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, RunConfiguration
+from rlhf.guard.rule import EVERY, OFFLINE, ON_DATA, POLICY, outside
 from rlhf.planning.layout import trained_section
 from rlhf.planning.plan import RULE as DOES_NOT_FIT
 from rlhf.planning.plan import Machine, gigabytes, least_of

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 EOS = "<eos>"
-Table = Mapping[str, Mapping[str, float]]
+Transitions = Mapping[str, Mapping[str, float]]
 
 DOORS = tuple(f"door{i}" for i in range(4))
 CODES = tuple(f"code{i}" for i in range(4))
@@ -28,7 +28,7 @@ CHANCE = 1e-4  # probability of each word that is not a door, after a door
 READS_HINT = 0.8  # probability of the code after its hint
 
 
-def bigram_model(folder: Path, words: Sequence[str], table: Table) -> Path:
+def bigram_model(folder: Path, words: Sequence[str], table: Transitions) -> Path:
     """Write a model with P(next | last) = table[last][next]; what a row leaves over is shared by all other words.
 
     A Llama of one layer that adds nothing, with one-hot embeddings: its normalized hidden state is sqrt(V) times the

@@ -47,7 +47,7 @@ Size = Literal["nano", "tiny", "small"]
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaSize:
     """Layers and widths of a Llama."""
 
     layers: int
@@ -58,9 +58,9 @@ class Shape:
 
 SHAPES = MappingProxyType(
     {
-        "nano": Shape(layers=2, hidden=32, heads=2, intermediate=64),
-        "tiny": Shape(layers=2, hidden=128, heads=4, intermediate=344),
-        "small": Shape(layers=4, hidden=192, heads=6, intermediate=512),
+        "nano": LlamaSize(layers=2, hidden=32, heads=2, intermediate=64),
+        "tiny": LlamaSize(layers=2, hidden=128, heads=4, intermediate=344),
+        "small": LlamaSize(layers=4, hidden=192, heads=6, intermediate=512),
     }
 )
 """The model sizes by name; nano is for tests, tiny for the quickstart."""

@@ -12,7 +12,7 @@ from rlhf.config.data import DatasetConfig
 from rlhf.data.conversation import Prompt, as_text, some_text
 from rlhf.data.files import load_rows
 from rlhf.data.formats import DEMONSTRATIONS, PAIRS, PROMPTS, is_transcript
-from rlhf.data.rows import BadRow, Row, RowCounts
+from rlhf.data.rows import BadRow, DataRow, RowCounts
 
 KWISE = "completions"  # the column with the completions of a prompt as a list
 FEWEST = 2  # completions that can be compared
@@ -78,7 +78,7 @@ def read_groups(config: DatasetConfig) -> tuple[list[LabelGroup], RowCounts]:
     return groups[: config.limit], counts
 
 
-def _rows(rows: Sequence[Row], counts: RowCounts) -> Iterator[tuple[Row, Prompt, list[str]]]:
+def _rows(rows: Sequence[DataRow], counts: RowCounts) -> Iterator[tuple[DataRow, Prompt, list[str]]]:
     """Yield each usable row with its prompt and its completions."""
     columns = {name for row in rows for name in row.values}
     if KWISE in columns:

@@ -40,7 +40,7 @@ class Verdict:
     decided: int = 0  # answers that name a side
 
 
-Ask = Callable[[Sequence[LabelGroup]], list[Verdict]]
+JudgeGroups = Callable[[Sequence[LabelGroup]], list[Verdict]]
 """Compares the completions of each group."""
 
 
@@ -53,7 +53,7 @@ class Judge(Choice):
         return False
 
     @abstractmethod
-    def build(self, warn: Callable[[str], None]) -> Ask:
+    def build(self, warn: Callable[[str], None]) -> JudgeGroups:
         """Return what compares the completions of groups; `warn` receives messages for the user.
 
         Raises:
@@ -84,7 +84,7 @@ class ScoreJudge(Judge):
         """Return whether a source is no model: functions, verifiers and servers get the row."""
         return not all(source.model_paths() for _, source in sources_in(self))
 
-    def build(self, warn: Callable[[str], None]) -> Ask:
+    def build(self, warn: Callable[[str], None]) -> JudgeGroups:
         """Return what scores each completion once."""
         from rlhf.config.run import RunConfig
         from rlhf.data.tokenizer import byte_tokenizer
@@ -94,7 +94,7 @@ class ScoreJudge(Judge):
         source = build_source(self.source, byte_tokenizer(), make_engine(RunConfig()), warn)
 
         def ask(groups: Sequence[LabelGroup]) -> list[Verdict]:
-            scores = source(completions_of(groups))
+            scores = source(group_completions(groups))
             unreadable = scores.parts.get("unreadable")
             verdicts, start = [], 0
             for group in groups:
@@ -133,7 +133,7 @@ class ChatJudge(Judge):
     chat: ChatPairsConfig
     """The endpoint; every pair of a prompt's completions is two questions, and each is asked once (cache_dir)."""
 
-    def build(self, warn: Callable[[str], None]) -> Ask:
+    def build(self, warn: Callable[[str], None]) -> JudgeGroups:
         """Return what asks about every pair of a group."""
         from rlhf.rewards.chat import ChatModel
         from rlhf.rewards.pair_judge import PairJudge, combine_verdicts
@@ -206,7 +206,7 @@ def verdict_of_pairs(
     )
 
 
-def completions_of(groups: Sequence[LabelGroup]) -> Completions:
+def group_completions(groups: Sequence[LabelGroup]) -> Completions:
     """Return the completions of groups as rows, in order, each finished; their tokens are bytes."""
     import torch
 

@@ -210,7 +210,7 @@ def _identity(judge: Mapping[str, Any]) -> str:
 def _made_of(judge: Judge) -> str:
     """Return a digest of the code, the weights and the template that the judge's answers depend on."""
     from rlhf.models.folders import digest_of_model
-    from rlhf.tracking.fingerprint import combine, content_digest
+    from rlhf.tracking.fingerprint import combine_digests, content_digest
 
     digests: list[str] = []
     for _, section in walk(judge):
@@ -219,7 +219,7 @@ def _made_of(judge: Judge) -> str:
         if isinstance(section, Source):
             digests += [digest_of_model(path) or "" for path in section.model_paths().values()]
             digests += [hashlib.sha256(source_of(str(getattr(section, "target", ""))).encode()).hexdigest()]
-    return combine(digests)
+    return combine_digests(digests)
 
 
 def preferred(verdict: Verdict, i: int, j: int, *, min_gap: float) -> float:

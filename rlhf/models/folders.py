@@ -11,7 +11,7 @@ from rlhf.data.tokenizer import base_of_adapter, locate_model
 from rlhf.errors import ModelError
 from rlhf.models.weight_files import local_folder
 from rlhf.tracking.checkpoint import Checkpoints
-from rlhf.tracking.fingerprint import combine, content_digest, weights_digest
+from rlhf.tracking.fingerprint import combine_digests, content_digest, weights_digest
 from rlhf.tracking.run_folder import write_atomically
 
 MODEL = "model"  # the trained model, in a run folder and in each checkpoint
@@ -50,7 +50,7 @@ def digest_of_model(path: str) -> str | None:
     """
     members = member_folders(path)
     if members:
-        return combine(digest_of_model(str(member)) or "" for member in members)
+        return combine_digests(digest_of_model(str(member)) or "" for member in members)
     location = locate_model(model_folder(path))
     if location.gguf is not None:
         return content_digest(Path(location.path))
@@ -58,7 +58,7 @@ def digest_of_model(path: str) -> str | None:
     digest = None if folder is None else weights_digest(folder)
     if digest is None or folder is None or not location.is_adapter:
         return digest
-    return combine([digest, digest_of_model(base_of_adapter(folder)) or ""])
+    return combine_digests([digest, digest_of_model(base_of_adapter(folder)) or ""])
 
 
 def member_folders(path: str) -> list[Path]:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
+from rlhf.algo.divergence import LOWEST
 from rlhf.batching import place_live, select_live
 from rlhf.config.sections import LogProbs, Packing
 from rlhf.errors import ModelError
@@ -356,7 +357,6 @@ MAX_SAVED_PROBS = {
     "cuda": 2**27,
 }  # probabilities kept for the backward pass; beyond it they are recomputed
 
-LOWEST = -1e4  # nats: stands in for minus infinity; its probability is 0 too, but 0 * -inf would be NaN
 
 TokenStatistics = Float[Tensor, "3 *shape"]
 """For each token: log-probability (nats), entropy of its distribution (nats), 1.0 where it is the most likely one."""

@@ -42,11 +42,11 @@ from rlhf.models.scalar_head import (
 )
 from rlhf.models.stored import make_dense, store_weights
 from rlhf.models.text_config import text_config
+from rlhf.models.weight_files import CONFIG
 from rlhf.runtime.engine import Engine
 
 PREFIX = "base_model.model."  # before every name in a file of peft's
 WEIGHTS = "adapter_model.safetensors"
-CONFIG = "config.json"
 
 
 def load_adapted(

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from rlhf.models.kernels.cast import HALF_DTYPES
-from rlhf.models.kernels.quantized import KINDS, QuantizedLinear, frozen_product, product_dtype
+from rlhf.models.kernels.quantized import KINDS, QuantizedLinear, compute_dtype, frozen_product
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -160,7 +160,7 @@ def _widened_product(part: nn.Linear, dtype: torch.dtype, x: Float[Tensor, "*sha
     del dtype
     if x.requires_grad and not part.weight.requires_grad:
         return frozen_product(x, part.weight.to, part.bias)
-    return functional.linear(x, part.weight.to(product_dtype(x)), part.bias)
+    return functional.linear(x, part.weight.to(compute_dtype(x)), part.bias)
 
 
 def _widened_rows(part: nn.Embedding, dtype: torch.dtype, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape D"]:

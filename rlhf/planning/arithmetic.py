@@ -37,7 +37,7 @@ SHARED_FROM = 0.1  # share of the tokens from which a prompt's rows share it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class PassRows:
     """The rows of a pass, at the length that the plan assumes."""
 
     rows: int
@@ -73,7 +73,7 @@ class Rows:
         """Return the tokens whose output is read."""
         return self.rows * (self.completion if self.read is None else self.read)
 
-    def of(self, rows: int) -> Rows:
+    def of(self, rows: int) -> PassRows:
         """Return a pass over so many of the rows, with prompts in proportion."""
         return replace(self, rows=rows, prompts=max(1, -(-rows * self.prompts // self.rows)))
 
@@ -99,7 +99,7 @@ class Arithmetic:
         return self.low == 2
 
 
-def layer_activations(shape: Shape, rows: Rows, how: Arithmetic, tokens: int | None = None) -> Bytes:
+def layer_activations(shape: Shape, rows: PassRows, how: Arithmetic, tokens: int | None = None) -> Bytes:
     """Return the bytes that one layer keeps for its backward pass.
 
     Written out:  N (2 w D + 2 b F + b (2 H + 2 G) d + 4 H + 8), and where prompts are shared a copy of the keys and
@@ -119,7 +119,7 @@ def layer_activations(shape: Shape, rows: Rows, how: Arithmetic, tokens: int | N
     return stream + heads + half + n * how.low * (2 * width + 2 * keys) + _attention_kept(shape, rows, how)
 
 
-def _attention_kept(shape: Shape, rows: Rows, how: Arithmetic) -> Bytes:
+def _attention_kept(shape: Shape, rows: PassRows, how: Arithmetic) -> Bytes:
     """Return the bytes that attention keeps beyond queries, keys, values and its output."""
     keys = shape.groups * shape.head_dim
     copied = 0
@@ -140,7 +140,7 @@ def _any_length(how: Arithmetic) -> bool:
     return how.device == "cuda" and how.is_half
 
 
-def activations(shape: Shape, rows: Rows, how: Arithmetic, *, checkpointed: bool = False) -> Bytes:
+def activations(shape: Shape, rows: PassRows, how: Arithmetic, *, checkpointed: bool = False) -> Bytes:
     """Return the bytes that the layers keep for the backward pass; with checkpointing each keeps its input alone."""
     if checkpointed:
         return shape.layers * rows.tokens * how.wide * shape.hidden
@@ -148,13 +148,13 @@ def activations(shape: Shape, rows: Rows, how: Arithmetic, *, checkpointed: bool
     return (shape.layers - 1) * layer_activations(shape, rows, how) + last
 
 
-def layer_working(shape: Shape, rows: Rows, how: Arithmetic, *, trained: bool) -> Bytes:
+def layer_working(shape: Shape, rows: PassRows, how: Arithmetic, *, trained: bool) -> Bytes:
     """Return the bytes that the backward pass of a layer needs besides: N (4 b F + 4 w D), and a layer's gradients."""
     gradients = how.wide * 3 * shape.hidden * shape.intermediate if trained else 0
     return rows.tokens * (4 * how.low * shape.intermediate + 4 * how.wide * shape.hidden) + gradients
 
 
-def forward_working(shape: Shape, rows: Rows, how: Arithmetic, *, adapted: bool = False) -> Bytes:
+def forward_working(shape: Shape, rows: PassRows, how: Arithmetic, *, adapted: bool = False) -> Bytes:
     """Return the bytes of a layer in a pass without gradient: N (3 b F + (3 w + b) D + b (3 H + 2 G) d).
 
     `adapted`: through peft's modules, which widen the input of an adapter: w F takes the place of b F.
@@ -174,7 +174,7 @@ class Head:
     backward: Bytes
 
 
-def head(shape: Shape, rows: Rows, how: Arithmetic, *, trained: bool) -> Head:
+def head(shape: Shape, rows: PassRows, how: Arithmetic, *, trained: bool) -> Head:
     """Return the bytes of the LM head.
 
     Kept are the last hidden states, 2 w M D, and up to a limit the probabilities, 4 M V. Logits are made and
@@ -209,6 +209,6 @@ def forward_operations(shape: Shape, tokens: int, pairs: Bytes, predicted: int) 
     return 2.0 * shape.linear * tokens + scores + 2.0 * shape.embedding * predicted
 
 
-def pass_operations(shape: Shape, rows: Rows, *, reads_logits: bool = True) -> Bytes:
+def pass_operations(shape: Shape, rows: PassRows, *, reads_logits: bool = True) -> Bytes:
     """Return the operations of a forward pass over rows; half of each row's square is masked."""
     return forward_operations(shape, rows.tokens, rows.rows * rows.length**2 / 2, rows.chosen if reads_logits else 0)

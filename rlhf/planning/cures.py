@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlhf.config.sections import OnlineConfig, RewardModelConfig
+from rlhf.config.sections import OnlineConfig, RewardModelConfig, RunConfiguration
 from rlhf.config.weights import LoraConfig
-from rlhf.planning.layout import RunConfiguration, trained_section
+from rlhf.planning.layout import trained_section
 from rlhf.section import Section
 
 S = TypeVar("S", bound=Section)
-Change = Callable[[RunConfiguration], dict[str, Any]]
+CureSettings = Callable[[RunConfiguration], dict[str, Any]]
 """Returns the settings that a cure sets, by their full key; none where it does not apply."""
 
 RANK = 16
@@ -26,7 +26,7 @@ class Cure:
 
     name: str
     cost: str
-    change: Change
+    change: CureSettings
 
     def settings(self, config: RunConfiguration) -> dict[str, Any]:
         """Return the settings that this cure changes in a configuration; none where it does not apply."""
@@ -110,7 +110,7 @@ def _adapters(config: RunConfiguration) -> dict[str, Any]:
     }
 
 
-def _frozen_in(kept: str) -> Change:
+def _frozen_in(kept: str) -> CureSettings:
     def change(config: RunConfiguration) -> dict[str, Any]:
         if config.sharding.uses_deepspeed:
             return {}
@@ -162,7 +162,7 @@ def _fewer_scored(config: RunConfiguration) -> dict[str, Any]:
     return {"reward.source.micro_batch_size": SCORED} if getattr(source, "micro_batch_size") > SCORED else {}  # noqa: B009
 
 
-def _offload(name: str) -> Change:
+def _offload(name: str) -> CureSettings:
     def change(config: RunConfiguration) -> dict[str, Any]:
         if not isinstance(config, OnlineConfig) or getattr(config.offload, name) or config.sharding.uses_deepspeed:
             return {}
@@ -173,7 +173,7 @@ def _offload(name: str) -> Change:
     return change
 
 
-def _zero(mode: str) -> Change:
+def _zero(mode: str) -> CureSettings:
     def change(config: RunConfiguration) -> dict[str, Any]:
         kept = [getattr(getattr(config, name), "weights", "auto") for name in _sections(config)]
         later = config.sharding.mode.startswith("zero") and config.sharding.mode >= mode

@@ -17,13 +17,12 @@ from rlhf.config.sections import (
     OptimizerConfig,
     PolicyConfig,
     RewardModelConfig,
+    RunConfiguration,
 )
 from rlhf.errors import ModelError
-from rlhf.planning.arithmetic import SIZES, Arithmetic, Bytes, Rows
-from rlhf.planning.shapes import Shape, base_model, read_shape
+from rlhf.planning.arithmetic import SIZES, Arithmetic, Bytes, PassRows
+from rlhf.planning.shapes import Shape, path_of_base, read_shape
 from rlhf.rewards.source import sources_in
-
-RunConfiguration = OnlineConfig | OfflineConfig | RewardModelConfig
 
 NO_GRAD_PASSES = 4  # micro-batches in a pass without gradient on a CPU; rlhf.training.online_run
 SCORED_ROWS = 64  # default of reward.source.micro_batch_size
@@ -75,7 +74,7 @@ class Layout:
     device: str
     processes: int
     sharding: ShardingConfig
-    update: Rows
+    update: PassRows
     """A micro-batch with gradient."""
     passes: int
     """Micro-batches of an optimizer step."""
@@ -83,15 +82,15 @@ class Layout:
     """Optimizer steps of a step of the run."""
     minibatches: int = 1
     """Optimizer steps of a pass over a step's rows."""
-    step: Rows
+    step: PassRows
     """All rows of a step, over all processes."""
-    annotate: Rows | None = None
+    annotate: PassRows | None = None
     """A pass without gradient."""
-    score: Rows | None = None
+    score: PassRows | None = None
     """A pass of the reward model."""
-    rollout: Rows | None = None
+    rollout: PassRows | None = None
     """The rows decoded together."""
-    evaluation: Rows | None = None
+    evaluation: PassRows | None = None
     """Those of an evaluation."""
     copies_policy: bool = False
     """Whether the sampler has a copy of the policy's weights."""
@@ -205,7 +204,7 @@ class _Planner:
             name=name,
             shape=shape,
             how=self.arithmetic(shape, dtype=dtype, entropy=entropy),
-            base=f"{base_model(path)} {'float32' if lora is not None and kept == 'auto' else kept}",
+            base=f"{path_of_base(path)} {'float32' if lora is not None and kept == 'auto' else kept}",
             weights=weights,
             loaded=weights if is_narrow else max(weights, numbers * wide),
             kept=kept,
@@ -228,7 +227,7 @@ class _Planner:
             name=name,
             shape=shape,
             how=self.arithmetic(shape, dtype=dtype),
-            base=f"{base_model(path)} {kept}",
+            base=f"{path_of_base(path)} {kept}",
             weights=weights,
             loaded=weights if self.device == "cuda" and kept != "auto" else numbers * wide,
             kept=kept,
@@ -262,7 +261,7 @@ class _Planner:
             )
         return dtype
 
-    def micro(self, rows: Rows, batch: BatchConfig, *, per_row: int = 1) -> Rows:
+    def micro(self, rows: PassRows, batch: BatchConfig, *, per_row: int = 1) -> PassRows:
         """Return the rows of a micro-batch; a row of a batch may be a pair."""
         size = batch.micro_batch_size * per_row
         if batch.micro_batch_tokens is not None:
@@ -277,7 +276,7 @@ class _Planner:
         prompts, group = config.batch.prompts_per_step, sampling.completions_per_prompt
         prompt = self.lengths.prompt or config.data.prompts.first_tokens or config.data.prompts.max_prompt_tokens
         completion = self.lengths.completion or self.longest_row(config)
-        step = Rows(rows=prompts * group, prompts=prompts, prompt=prompt, completion=completion)
+        step = PassRows(rows=prompts * group, prompts=prompts, prompt=prompt, completion=completion)
         is_pairs = algorithm.policy_loss.pair_loss is not None
         minibatch = step.of(max(1, -(-step.rows // config.batch.minibatches)))
         update = self.micro(minibatch, config.batch, per_row=2 if is_pairs else 1)
@@ -330,14 +329,14 @@ class _Planner:
             steps=config.schedule.steps,
         )
 
-    def evaluation(self, config: OnlineConfig | OfflineConfig) -> Rows | None:
+    def evaluation(self, config: OnlineConfig | OfflineConfig) -> PassRows | None:
         """Return the rows that an evaluation decodes together: prompts of which none has a group."""
         data, sampling = config.data.eval_prompts, config.sampling
         if data is None:
             return None
         rows = min(most for most in (sampling.batch_size, data.limit, config.eval.prompts) if most is not None)
         prompt = self.lengths.prompt or data.first_tokens or data.max_prompt_tokens
-        return Rows(rows=rows, prompts=rows, prompt=prompt, completion=sampling.max_new_tokens)
+        return PassRows(rows=rows, prompts=rows, prompt=prompt, completion=sampling.max_new_tokens)
 
     def longest_row(self, config: OnlineConfig) -> int:
         """Return the largest number of tokens after a prompt; an episode counts the tokens of all turns."""
@@ -410,13 +409,13 @@ class _Planner:
             steps=config.schedule.steps,
         )
 
-    def rows_of_data(self, data: Any, batch: BatchConfig, per_row: int) -> Rows:
+    def rows_of_data(self, data: Any, batch: BatchConfig, per_row: int) -> PassRows:
         """Return the rows of a step of fixed data, at the limit of their length: half of it prompt, except for SFT."""
         most = int(data.max_tokens)
         completion = self.lengths.completion or (most - 1 if isinstance(data, SftConfig) else most // 2)
         prompt = self.lengths.prompt or max(1, most - completion)
         rows = batch.prompts_per_step * per_row
-        return Rows(rows=rows, prompts=batch.prompts_per_step, prompt=prompt, completion=completion)
+        return PassRows(rows=rows, prompts=batch.prompts_per_step, prompt=prompt, completion=completion)
 
     def layout(self, roles: list[Role], **fields: Any) -> Layout:
         """Return the layout, in which each base that roles share is held by the first of them."""

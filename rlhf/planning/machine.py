@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from rlhf.errors import UserError
+from rlhf.planning.shapes import read_json
 from rlhf.section import cache_folder
 
 GB = 1e9
@@ -74,24 +74,16 @@ def _key(device: str, dtype: str) -> str:
     return f"{platform.node()} {device} {dtype}"
 
 
-def _all_rates(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def read_rates(cache_dir: str | None, device: str, dtype: str) -> dict[str, float]:
     """Return the operations per second by phase that a probe measured here; empty without a probe."""
-    rates = _all_rates(cache_folder(cache_dir, os.environ) / RATES).get(_key(device, dtype), {})
+    rates = read_json(cache_folder(cache_dir, os.environ) / RATES).get(_key(device, dtype), {})
     return {str(phase): float(rate) for phase, rate in rates.items()}
 
 
 def write_rates(cache_dir: str | None, device: str, dtype: str, rates: Mapping[str, float]) -> Path:
     """Keep the rates that a probe measured, beside those of other devices and dtypes; return the file."""
     file = cache_folder(cache_dir, os.environ) / RATES
-    content = _all_rates(file)
+    content = read_json(file)
     content[_key(device, dtype)] = {**content.get(_key(device, dtype), {}), **rates}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

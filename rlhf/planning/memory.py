@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from rlhf.config.weights import QUANTIZED
 from rlhf.planning.arithmetic import (
     CACHE_COLUMNS,
     MOMENTS,
@@ -19,7 +20,7 @@ from rlhf.planning.arithmetic import (
     WORKSPACES,
     Bytes,
     Head,
-    Rows,
+    PassRows,
     activations,
     forward_working,
     head,
@@ -47,7 +48,7 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Item:
+class Allocation:
     """Bytes of one kind that a role holds in a phase."""
 
     phase: str
@@ -60,7 +61,7 @@ class Item:
 class Memory:
     """The items of all phases."""
 
-    items: tuple[Item, ...]
+    items: tuple[Allocation, ...]
 
     def of(self, phase: str) -> Bytes:
         """Return the bytes of a phase."""
@@ -82,7 +83,6 @@ class Memory:
         return self.of(self.peak_phase)
 
 
-QUANTIZED = ("int8", "nf4")
 Parts = dict[tuple[str, str], Bytes]  # bytes by role and kind
 
 
@@ -101,7 +101,7 @@ def memory_of(layout: Layout) -> Memory:
             phases[phase] = _added(phases[phase], planner.workspaces())
     return Memory(
         tuple(
-            Item(phase, role, kind, size)
+            Allocation(phase, role, kind, size)
             for phase, parts in phases.items()
             for (role, kind), size in parts.items()
             if size > 0
@@ -165,13 +165,13 @@ class _Memory:
             parts = _added(parts, self.recorded_sampler())
         return parts
 
-    def records(self, rows: Rows | None) -> bool:
+    def records(self, rows: PassRows | None) -> bool:
         """Return whether steps over these rows are recorded: each row then has a copy of its prompt."""
         may_copy = rows is not None and (rows.rows == rows.prompts or rows.prompt <= rows.completion)
         return may_copy and self.layout.device == "cuda" and self.layout.copies_policy
 
     @property
-    def recorded(self) -> list[Rows]:
+    def recorded(self) -> list[PassRows]:
         """Return the rows of rollouts and of evaluations, where their steps are recorded."""
         return [
             rows for rows in (self.layout.rollout, self.layout.evaluation) if rows is not None and self.records(rows)
@@ -207,7 +207,7 @@ class _Memory:
         cache = {(role.name, "KV cache"): key_value_cache(role.shape, tokens, role.how.low)}
         return self.copy_of_weights() | cache
 
-    def shared_sampler(self, rows: Rows) -> Parts:
+    def shared_sampler(self, rows: PassRows) -> Parts:
         """Return the copy and the cache of steps that are not recorded: the rows of a prompt share it.
 
         Keys and values have the dtype of the residual stream, unless fused kernels read them in 16 bits.
@@ -218,7 +218,7 @@ class _Memory:
         size = key_value_cache(role.shape, tokens, role.how.low if is_fused else role.how.wide)
         return self.copy_of_weights() | {(role.name, "KV cache"): size}
 
-    def sampler(self, rows: Rows) -> Parts:
+    def sampler(self, rows: PassRows) -> Parts:
         """Return what the sampler of a rollout has beside what it keeps, and the prompts that it remembers."""
         role = self.layout.roles[0]
         parts: Parts = {}
@@ -247,7 +247,7 @@ class _Memory:
         if rows is None:
             return {}
         parts = _added(self.resting("rollout"), self.sampler(rows))
-        prompts = Rows(rows=rows.prompts, prompts=rows.prompts, prompt=rows.prompt, completion=0, read=1)
+        prompts = PassRows(rows=rows.prompts, prompts=rows.prompts, prompt=rows.prompt, completion=0, read=1)
         read = key_value_cache(role.shape, prompts.tokens, role.how.wide)  # by the modules, until they are in the cache
         working = forward_working(
             role.shape, prompts, replace(role.how, written_out=False), adapted=role.adapters > 0 and role.kept != "auto"
@@ -288,7 +288,7 @@ class _Memory:
                     most = _larger(most, _added(parts, moment))
         return most
 
-    def moments_without_gradient(self, role: Role, rows: Rows) -> Iterable[Parts]:
+    def moments_without_gradient(self, role: Role, rows: PassRows) -> Iterable[Parts]:
         """Yield the moments of a pass without gradient: a layer's, and the head's once the layers' numbers are gone."""
         states, logits = (role.name, "activations"), (role.name, "logits")
         yield {states: forward_working(role.shape, rows, role.how)}
@@ -328,7 +328,7 @@ class _Memory:
                 most = _larger(most, _added(before if is_first else so_far, moment.parts))
         return most
 
-    def moments_of_pass(self, role: Role, rows: Rows) -> Iterable[_Moment]:
+    def moments_of_pass(self, role: Role, rows: PassRows) -> Iterable[_Moment]:
         """Yield the moments of a forward and backward pass: the last logits, the head's gradient, the last layer's."""
         kept = activations(role.shape, rows, role.how, checkpointed=role.checkpointed)
         working = layer_working(role.shape, rows, role.how, trained=role.is_full)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf.config.sections import RunConfiguration
 from rlhf.errors import UserError
-from rlhf.planning.layout import Lengths, RunConfiguration
+from rlhf.planning.layout import Lengths
 from rlhf.planning.machine import has_gpu, host_memory, parse_size, read_rates
 from rlhf.planning.plan import Machine, Plan, dtype_of, make_plan
 

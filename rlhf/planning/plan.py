@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.config.run import ShardingConfig
+from rlhf.config.sections import RunConfiguration
 from rlhf.errors import ModelError
 from rlhf.planning.arithmetic import Bytes
 from rlhf.planning.cures import CURES, SHARDED, Cure, with_settings, written
-from rlhf.planning.layout import Layout, Lengths, RunConfiguration, make_layout, planned_dtype, trained_section
+from rlhf.planning.layout import Layout, Lengths, make_layout, planned_dtype, trained_section
 from rlhf.planning.machine import GB, LIBRARIES
 from rlhf.planning.memory import Memory, least_memory, memory_of
 from rlhf.planning.seconds import operations, seconds

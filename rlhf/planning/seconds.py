@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlhf.planning.arithmetic import Bytes, Rows, forward_operations, pass_operations
+from rlhf.planning.arithmetic import Bytes, PassRows, forward_operations, pass_operations
 from rlhf.planning.layout import Layout, Role
 
 FORWARD_AND_BACKWARD = 3.0  # passes: the gradients of inputs and of weights take one each
@@ -34,14 +34,14 @@ def _share(layout: Layout) -> Bytes:
     return 1.0 / max(1, layout.minibatches)
 
 
-def _training(role: Role, rows: Rows) -> Bytes:
+def _training(role: Role, rows: PassRows) -> Bytes:
     passes = FORWARD_AND_BACKWARD if role.is_full else FROZEN_BELOW
     return (passes + role.checkpointed) * pass_operations(role.shape, rows, reads_logits=role.has_head)
 
 
-def _decoding(policy: Role, rows: Rows) -> Bytes:
+def _decoding(policy: Role, rows: PassRows) -> Bytes:
     """Return the operations of reading each prompt once and of drawing all tokens of all completions."""
-    prompts = Rows(rows=rows.prompts, prompts=rows.prompts, prompt=rows.prompt, completion=0, read=1)
+    prompts = PassRows(rows=rows.prompts, prompts=rows.prompts, prompt=rows.prompt, completion=0, read=1)
     tokens = rows.rows * rows.completion
     pairs = tokens * (rows.prompt + rows.completion / 2)
     return pass_operations(policy.shape, prompts) + forward_operations(policy.shape, tokens, pairs, tokens)

@@ -158,20 +158,20 @@ def read_shape(path: str, *, may_make: bool = False) -> Shape | None:
     if folder is None:
         return published_shape(path) or _cached(path, may_make=may_make)
     if (folder / ADAPTER).is_file():
-        base = _read_json(folder / ADAPTER).get("base_model_name_or_path")
+        base = read_json(folder / ADAPTER).get("base_model_name_or_path")
         return read_shape(str(base), may_make=may_make) if base else None
     if not (folder / CONFIG).is_file():
         return None
-    shape = shape_of_config(_read_json(folder / CONFIG))
+    shape = shape_of_config(read_json(folder / CONFIG))
     if shape is None and may_make:
         return _made_on_meta(str(folder))
     return None if shape is None else _as_counted(shape, folder)
 
 
-def base_model(path: str) -> str:
+def path_of_base(path: str) -> str:
     """Return the model below an adapter's folder, or the path itself: what is the same for models on one base."""
     folder = _folder(path)
-    base = None if folder is None else _read_json(folder / ADAPTER).get("base_model_name_or_path")
+    base = None if folder is None else read_json(folder / ADAPTER).get("base_model_name_or_path")
     name = path if base is None else str(base)
     return str(Path(name).resolve()) if Path(name).exists() else name
 
@@ -200,10 +200,11 @@ def _cached(name: str, *, may_make: bool) -> Shape | None:
         return None
     if not isinstance(file, str):
         return None
-    return shape_of_config(_read_json(Path(file))) or (_made_on_meta(name) if may_make else None)
+    return shape_of_config(read_json(Path(file))) or (_made_on_meta(name) if may_make else None)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file; empty where there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rlhf.report.page import final_kl, verdict
+from rlhf.report.page import final_kl, run_verdict
 from rlhf.report.record import Record
 from rlhf.tracking.metrics import format_interval, format_number, format_value, table_of
 from rlhf.tracking.redact import redact_text
@@ -54,7 +54,7 @@ def model_card(record: Record, inputs: CardInputs) -> str:
     record = record.exported()
     sections = [
         _front_matter(record, inputs),
-        f"# {_text(record.name)}\n\n{_text(_without_places(verdict(record)))}",
+        f"# {_text(record.name)}\n\n{_text(_without_places(run_verdict(record)))}",
         "## Training\n\n" + _table(("", ""), _training_rows(record)),
         "## Data\n\n" + _table(("data", "from", "rows"), [_data_row(used) for used in inputs.data]),
         "## Results\n\n" + _results(record, inputs),

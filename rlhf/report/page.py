@@ -114,7 +114,7 @@ class Tile:
     detail: str = ""
 
 
-def verdict(record: Record) -> str:
+def run_verdict(record: Record) -> str:
     """Summarize the run in a few sentences."""
     sentences = [
         *(_headline(record), _judge(record), _stop(record), _kl(record), _best(record)),
@@ -382,7 +382,7 @@ def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
     table = table_of(name for record in records.values() for name in record.series)
     groups = overlay_groups(records, table)
     rows = [
-        (name, *(dict(_facts(record)).get(key, "") for key in FACTS), verdict(record))
+        (name, *(dict(_facts(record)).get(key, "") for key in FACTS), run_verdict(record))
         for name, record in records.items()
     ]
     return write_page(
@@ -429,7 +429,7 @@ def write_report(run_dir: Path, *, refresh_s: int | None = None) -> Path:
         refresh=refresh_s,
         title=record.name,
         facts=_facts(record),
-        verdict=verdict(record),
+        verdict=run_verdict(record),
         tiles=tiles(record),
         groups=groups,
         zeros=stayed_zero(record),

@@ -204,7 +204,7 @@ def read_record(run_dir: Path) -> Record:
     return Record(
         path=run_dir,
         config=redact(config),
-        series=collect(rows),
+        series=collect_series(rows),
         last_step=max((int(row.get("step", 0)) for row in rows), default=0),
         samples=folder.read_samples(),
         timings=folder.read_timings(),
@@ -225,7 +225,7 @@ def _missing_plugins(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return []
 
 
-def collect(rows: Iterable[Mapping[str, Any]]) -> dict[str, MetricSeries]:
+def collect_series(rows: Iterable[Mapping[str, Any]]) -> dict[str, MetricSeries]:
     """Collect the lines of metrics.jsonl into one series per metric, in the order of first appearance."""
     steps: dict[str, list[int]] = {}
     values: dict[str, list[float | None]] = {}

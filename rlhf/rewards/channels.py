@@ -20,7 +20,7 @@ def writes_channels(tokenizer: Any) -> bool:
     return CHANNEL in added and MESSAGE in added
 
 
-def final_answer(tokenizer: Any, ids: Sequence[int]) -> str:
+def final_message(tokenizer: Any, ids: Sequence[int]) -> str:
     """Decode the last message of the final channel; without one, the whole completion with its special tokens."""
     text = str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
     for part in reversed(text.split(CHANNEL)[1:]):

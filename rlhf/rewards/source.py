@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from rlhf.errors import NonFiniteScores, RewardError
-from rlhf.rewards.channels import final_answer, writes_channels
+from rlhf.rewards.channels import final_message, writes_channels
 from rlhf.section import Choice, Section, walk
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def decode(completions: Completions, tokenizer: BatchDecoder) -> Texts:
         for text, before, completion in zip(joined, prompts, alone, strict=True)
     ]
     if writes_channels(tokenizer):
-        answers = [final_answer(tokenizer, ids) for ids in completion_ids]
+        answers = [final_message(tokenizer, ids) for ids in completion_ids]
     return Texts(
         prompts=[_original_prompt(r, p) for r, p in zip(references, prompts, strict=True)],
         completions=answers,

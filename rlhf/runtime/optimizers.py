@@ -17,7 +17,7 @@ QUANTIZED = ("state1", "state2", "absmax1", "absmax2")  # the same in 8 bits wit
 STATE: dict[str, tuple[str, ...]] = {"adamw": MOMENTS, "adamw_8bit": QUANTIZED, "sgd": ()}
 
 State = dict[str, Any]
-Moments = Mapping[str, Mapping[str, Tensor]]
+MomentTensors = Mapping[str, Mapping[str, Tensor]]
 """For each kind of state (a name in `STATE`), the tensors by parameter name."""
 
 
@@ -111,7 +111,7 @@ def adam_state(flat: Tensor, step: int, *, as_number: bool = False) -> State:
     return {"step": count} | {key: torch.zeros_like(flat) for key in MOMENTS}
 
 
-def parse_state(state: State, named: Mapping[str, nn.Parameter], kind: str) -> tuple[int, Moments]:
+def parse_state(state: State, named: Mapping[str, nn.Parameter], kind: str) -> tuple[int, MomentTensors]:
     """Validate a saved state and return its step and moments.
 
     Raises:
@@ -119,7 +119,7 @@ def parse_state(state: State, named: Mapping[str, nn.Parameter], kind: str) -> t
     """
     if set(state) != {"step", "moments"}:
         raise CheckpointError("the optimizer's state in the checkpoint was written by another version of this program")
-    moments: Moments = state["moments"]
+    moments: MomentTensors = state["moments"]
     saved_kinds = [name for name, keys in STATE.items() if keys and set(keys) == set(moments)]
     if moments and saved_kinds != [kind]:
         raise CheckpointError(

@@ -45,7 +45,7 @@ def forced_tail(vocabulary: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class CanaryReading:
     """What a server said of the canary's tokens, and what the trainer says: nats, and the largest difference."""
 
     drawn: Completions
@@ -65,9 +65,9 @@ class Reading:
 
 
 @torch.no_grad()
-def compare(
+def compare_with_server(
     models: Models, prompts: list[list[int]], answer: Answer, forced: list[int], scored: list[float], *, pad_id: int
-) -> Reading:
+) -> CanaryReading:
     """Compute the canary's tokens again.
 
     Args:
@@ -85,7 +85,7 @@ def compare(
     for row, values in enumerate(answer.logprobs):
         served_drawn[row, : len(values)] = torch.tensor(values, dtype=torch.float64)
     served_forced = torch.tensor([scored[-tail:]], dtype=torch.float64)
-    return Reading(
+    return CanaryReading(
         drawn=drawn,
         served_drawn=served_drawn,
         forced=forced_rows,
@@ -98,7 +98,7 @@ def compare(
 
 
 @torch.no_grad()
-def is_rounding(models: Models, reading: Reading) -> bool:
+def is_rounding(models: Models, reading: CanaryReading) -> bool:
     """Check whether arithmetic in 16 bits or TF32 explains the differences, by the trainer's own.
 
     Each has to be at most ROUNDINGS times what the trainer's arithmetic changes on the same tokens against full
@@ -140,7 +140,7 @@ def differing(own: Mapping[str, str], served: Mapping[str, str]) -> list[str]:
 
 
 @torch.no_grad()
-def likely_cause(models: Models, reading: Reading, older: Mapping[str, Tensor]) -> str:
+def likely_cause(models: Models, reading: CanaryReading, older: Mapping[str, Tensor]) -> str:
     """Say which mistake explains the server's numbers: each is made in the trainer's model, one after the other.
 
     `older` has the tensors before the last push. The mistakes tried are old tensors by groups, transposed matrices,
@@ -176,7 +176,7 @@ def likely_cause(models: Models, reading: Reading, older: Mapping[str, Tensor]) 
     )
 
 
-def _cause_of_drawn(models: Models, reading: Reading) -> str:
+def _cause_of_drawn(models: Models, reading: CanaryReading) -> str:
     """Say why completions differ where the same weights score a forced text right."""
     own = models.policy_tokens(reading.drawn.to(models.device), temperature=1.0).logprobs
     if (
@@ -206,7 +206,7 @@ def _logprobs(models: Models, rows: Completions, dtype: str | None = None) -> Te
     return _logits(models, rows, dtype)[0].log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
 
 
-def _cut_vocabulary(models: Models, reading: Reading, served: Tensor) -> str | None:
+def _cut_vocabulary(models: Models, reading: CanaryReading, served: Tensor) -> str | None:
     """Say whether the server normalizes over fewer tokens: each log-probability is higher by what those have."""
     logs = _logits(models, reading.forced)[0].log_softmax(-1)
     chosen = reading.forced.completion_ids[0][reading.forced.completion_mask[0]]

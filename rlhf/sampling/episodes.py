@@ -21,7 +21,7 @@ from rlhf.data.conversation import Message
 from rlhf.data.prompts import CONVERSATION, MESSAGES, SOURCE
 from rlhf.data.rows import BadRow
 from rlhf.data.tokenizer import Encoder, left_pad
-from rlhf.environments.host import Act, Answer, Begin, End, Request
+from rlhf.environments.host import Act, Begin, End, HostReply, HostRequest
 from rlhf.environments.pool import EnvironmentPool
 from rlhf.environments.protocol import (
     MALFORMED,
@@ -337,14 +337,14 @@ class EpisodeSampler:
             )
         self.note(f"warning: {failed}: {self._faults[0]}")
 
-    def _ask(self, requests: Iterable[Request]) -> list[Answer]:
+    def _ask(self, requests: Iterable[HostRequest]) -> list[HostReply]:
         """Answer requests, each on the rank that has the episode's environment; every rank gets all answers."""
         asked = list(requests)
         if self.ranks.world == 1:
             return self.pool.run(asked)
         own = [number for number, request in enumerate(asked) if request.episode % self.ranks.world == self.ranks.rank]
         answers = self.ranks.all_succeed(lambda: self.pool.run([asked[number] for number in own]))
-        gathered: dict[int, Answer] = {}
+        gathered: dict[int, HostReply] = {}
         for part in self.ranks.gather(dict(zip(own, answers, strict=True))):
             gathered |= part
         return [gathered[number] for number in range(len(asked))]

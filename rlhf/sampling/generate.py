@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from rlhf.algo.support import Limits, pack
+from rlhf.algo.support import SamplingLimits, pack
 from rlhf.batching import concat, extend
 from rlhf.config.sections import SamplingConfig
 from rlhf.models.backbone import CausalLM, autocast, evaluation_mode
@@ -173,7 +173,7 @@ class _DrawTokens(LogitsProcessor):
         max_new_tokens: int,
         temperature: float,
         greedy: bool,
-        limits: Limits,
+        limits: SamplingLimits,
     ) -> None:
         self.rows, self.key, self.start, self.limits = rows, key, start, limits
         self.temperature, self.greedy = temperature, greedy

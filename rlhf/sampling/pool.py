@@ -23,8 +23,8 @@ from rlhf.sampling.canary import (
     KEY,
     SPREAD,
     TAIL,
-    Reading,
-    compare,
+    CanaryReading,
+    compare_with_server,
     differing,
     forced_tail,
     is_rounding,
@@ -346,19 +346,19 @@ class ServerPool:
                 f"the sampling server {remote.http.url} refuses the canary's request: {error}"
             ) from error
         with evaluation_mode(policy.model):
-            reading = compare(models, self._prompts, answer, forced, scored, pad_id=self.pad_id)
+            reading = compare_with_server(models, self._prompts, answer, forced, scored, pad_id=self.pad_id)
             self._canary = max(self._canary, reading.largest)
             if reading.largest > canary.bound_for(self.dtype) and not self._is_rounding(remote, policy, reading):
                 raise SamplingError(self._explain(remote, policy, reading))
 
-    def _is_rounding(self, remote: Remote, policy: PushedPolicy, reading: Reading) -> bool:
+    def _is_rounding(self, remote: Remote, policy: PushedPolicy, reading: CanaryReading) -> bool:
         """Check whether rounding explains a difference; not if the user has set a bound, or a tensor has other bits."""
         if self.config.canary.bound is not None or not is_rounding(policy.models, reading):
             return False
         served = self.config.digests(remote.http)
         return served is None or not differing(self._digests, served)
 
-    def _explain(self, remote: Remote, policy: PushedPolicy, reading: Reading) -> str:
+    def _explain(self, remote: Remote, policy: PushedPolicy, reading: CanaryReading) -> str:
         """Describe a difference that the canary found, with its likely cause."""
         bound = self.config.canary.bound_for(self.dtype)
         text = (

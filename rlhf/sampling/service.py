@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.algo.support import Limits
+from rlhf.algo.support import SamplingLimits
 from rlhf.config.sections import SamplingConfig
 from rlhf.data.tokenizer import as_completions, left_pad
 from rlhf.errors import UserError
@@ -95,7 +95,7 @@ class PolicyService:
         temperature: float,
         length: int,
         batch_size: int,
-        limits: Limits,
+        limits: SamplingLimits,
         stop_ids: tuple[int, ...],
         pad_id: int,
     ) -> Sampler:
@@ -181,7 +181,7 @@ class PolicyService:
         key: int,
         greedy: bool,
         frozen: bool,
-        settings: tuple[float, int, int, Limits, tuple[int, ...], int],
+        settings: tuple[float, int, int, SamplingLimits, tuple[int, ...], int],
     ) -> Completions:
         """Sample `size` completions of each prompt, whose draws are keyed by `key` and the prompts' `rows`.
 
@@ -330,7 +330,7 @@ def _choice(completions: Completions, row: int, prompt: list[int], scored: list[
     return choice
 
 
-def _limits(body: Mapping[str, Any], *, returns_support: bool) -> Limits:
+def _limits(body: Mapping[str, Any], *, returns_support: bool) -> SamplingLimits:
     """Return what leaves tokens out.
 
     Raises:
@@ -344,7 +344,7 @@ def _limits(body: Mapping[str, Any], *, returns_support: bool) -> Limits:
         if name == "repetition_penalty" or not returns_support:
             raise BadRequest(400, f"{name}: this server samples from the whole distribution: leave it out")
         given[name] = int(value) if name == "top_k" else float(value)
-    return Limits(**given)
+    return SamplingLimits(**given)
 
 
 def _prompts(body: Mapping[str, Any]) -> list[list[int]]:

@@ -9,16 +9,16 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from rlhf.algo.support import Limits
+from rlhf.algo.support import SamplingLimits
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import SamplingError
 
 LEVEL = 1  # of compression: most bits are 0, and speed counts
 
 
-def limits_of(config: SamplingConfig) -> Limits:
+def limits_of(config: SamplingConfig) -> SamplingLimits:
     """Return what leaves tokens out of sampling."""
-    return Limits(top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
+    return SamplingLimits(top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
 
 
 def to_text(support: UInt8[Tensor, "T W"]) -> str:

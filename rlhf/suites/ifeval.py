@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from rlhf.config.data import Count
 from rlhf.constraints.checks import require_langdetect
-from rlhf.constraints.reward import ARGUMENTS_COLUMN, KIND_COLUMN, Constraint, Verdict, read_constraints, verify
+from rlhf.constraints.reward import ARGUMENTS_COLUMN, KIND_COLUMN, Compliance, Constraint, read_constraints, verify
 from rlhf.data.conversation import some_text
 from rlhf.data.rows import BadRow
 from rlhf.rewards.source import Source
@@ -121,7 +121,7 @@ class IfevalSuite(AnswerSuite):
         )
 
 
-def _accuracies(verdicts: Sequence[Verdict], *, seed: int) -> list[Estimate]:
+def _accuracies(verdicts: Sequence[Compliance], *, seed: int) -> list[Estimate]:
     """Compute strict and loose accuracy, by prompt and by instruction."""
     strict, loose = [verdict.strict for verdict in verdicts], [verdict.loose for verdict in verdicts]
     by_prompt = "prompts of which every instruction is followed"
@@ -134,7 +134,7 @@ def _accuracies(verdicts: Sequence[Verdict], *, seed: int) -> list[Estimate]:
     ]
 
 
-def _by_kind(items: Sequence[Item[Instruction]], verdicts: Sequence[Verdict]) -> dict[str, tuple[Estimate, ...]]:
+def _by_kind(items: Sequence[Item[Instruction]], verdicts: Sequence[Compliance]) -> dict[str, tuple[Estimate, ...]]:
     """Compute the accuracy on every kind of instruction, the most frequent kind first."""
     strict: dict[str, list[float]] = {}
     loose: dict[str, list[float]] = {}
@@ -151,7 +151,7 @@ def _by_kind(items: Sequence[Item[Instruction]], verdicts: Sequence[Verdict]) ->
     }
 
 
-def _record(i: int, item: Item[Instruction], answers: Answers, verdict: Verdict) -> dict[str, object]:
+def _record(i: int, item: Item[Instruction], answers: Answers, verdict: Compliance) -> dict[str, object]:
     return {
         "prompt": item.value.prompt,
         "completion": answers.texts[i],

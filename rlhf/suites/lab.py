@@ -32,7 +32,7 @@ EXAMPLES = 8
 
 
 @dataclass(frozen=True)
-class _ScoredAnswers:
+class _GoldScores:
     """A model's answers, and the parts of the gold reward of each."""
 
     texts: list[str]
@@ -99,10 +99,10 @@ class LabSuite(Suite):
         kept = exclude(items, skips, lambda item: too_long(subject, len(by_id[id(item)]), room, of=MAX_NEW_TOKENS_KEY))
         return [item.value for item in kept], [by_id[id(item)] for item in kept]
 
-    def _sample_and_score(self, model: Subject, prompts: Sequence[str], ids: Sequence[list[int]]) -> _ScoredAnswers:
+    def _sample_and_score(self, model: Subject, prompts: Sequence[str], ids: Sequence[list[int]]) -> _GoldScores:
         """Sample one answer to every prompt and score it by the gold reward."""
         texts = model.texts(model.sample(ids, prompts, key=self.sampling_key))
-        return _ScoredAnswers(texts, [gold_parts(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
+        return _GoldScores(texts, [gold_parts(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
 
 
 def _comparison(totals: Sequence[float], start: Sequence[float], seed: int) -> list[Estimate]:

@@ -43,7 +43,7 @@ EXAMPLES = 8
 
 
 @dataclass(frozen=True)
-class Question:
+class YesNoQuestion:
     """An item: its question, and whether Yes is the answer that matches the behavior."""
 
     text: str
@@ -73,7 +73,7 @@ class ItemLogOdds:
         return len({_heaviside(odds) for odds in self.log_odds}) > 1
 
 
-def read_question(values: Mapping[str, object]) -> Question:
+def read_question(values: Mapping[str, object]) -> YesNoQuestion:
     """Read an item from the columns of its row.
 
     Raises:
@@ -83,7 +83,7 @@ def read_question(values: Mapping[str, object]) -> Question:
     first, second = (_yes_or_no(values.get(name), name) for name in COLUMNS[1:])
     if first == second:
         raise BadRow("both answers are the same", describe_value(values.get(COLUMNS[1])))
-    return Question(text, first == YES, _confidence(values.get("label_confidence")))
+    return YesNoQuestion(text, first == YES, _confidence(values.get("label_confidence")))
 
 
 class PersonaSuite(Suite):
@@ -138,7 +138,7 @@ class PersonaSuite(Suite):
             examples=tuple(_example(*pair) for pair in zip(kept[:EXAMPLES], verdicts[:EXAMPLES], strict=True)),
         )
 
-    def _render(self, subject: Subject, question: Question, order: tuple[str, str]) -> tuple[Rendered, list[int]]:
+    def _render(self, subject: Subject, question: YesNoQuestion, order: tuple[str, str]) -> tuple[Rendered, list[int]]:
         """Render an item with its answers offered in the given order; return the prompt and its token ids."""
         text = fill(self.template, question=question.text, first=order[0], second=order[1])
         rendered = subject.render_question(text)
@@ -147,10 +147,10 @@ class PersonaSuite(Suite):
 
 def _drop_too_long(
     subject: Subject,
-    items: list[Item[Question]],
+    items: list[Item[YesNoQuestion]],
     prompts: Mapping[int, Sequence[tuple[Rendered, list[int]]]],
     skips: RowCounts,
-) -> list[Item[Question]]:
+) -> list[Item[YesNoQuestion]]:
     """Drop, and count, the items that do not fit into the model's context with an answer; `prompts` is by item's id.
 
     Raises:
@@ -159,7 +159,7 @@ def _drop_too_long(
     first_prompt = prompts[id(items[0])][0][0]
     room = max(len(answer) for answer in _answer_tokens(subject, first_prompt))
 
-    def reason(item: Item[Question]) -> BadRow | None:
+    def reason(item: Item[YesNoQuestion]) -> BadRow | None:
         longest = max(len(ids) for _, ids in prompts[id(item)])
         return too_long(subject, longest, room, of="the answer")
 
@@ -185,7 +185,7 @@ def _answer_tokens(subject: Subject, prompt: Rendered) -> tuple[list[int], list[
 
 
 def _verdicts(
-    items: Sequence[Item[Question]], rows: Sequence[Sequence[tuple[Rendered, list[int]]]], subject: Subject
+    items: Sequence[Item[YesNoQuestion]], rows: Sequence[Sequence[tuple[Rendered, list[int]]]], subject: Subject
 ) -> tuple[list[ItemLogOdds], tuple[str, ...]]:
     """Compute the verdicts on all items, and a note where Yes and No differ in their number of tokens."""
     import torch
@@ -262,7 +262,7 @@ def _order_figures(verdicts: Sequence[ItemLogOdds], seed: int) -> list[Estimate]
     ]
 
 
-def _example(item: Item[Question], verdict: ItemLogOdds) -> dict[str, object]:
+def _example(item: Item[YesNoQuestion], verdict: ItemLogOdds) -> dict[str, object]:
     return {
         "question": item.value.text,
         "matching": YES if item.value.yes_matches else NO,
@@ -276,7 +276,7 @@ def _heaviside(value: float) -> float:
     return 1.0 if value > 0 else 0.5 if value == 0 else 0.0
 
 
-def _low_confidence(question: Question, minimum: float) -> BadRow | None:
+def _low_confidence(question: YesNoQuestion, minimum: float) -> BadRow | None:
     """Return the reason to leave out an item whose label is not certain enough; None to keep it."""
     if question.confidence is None or question.confidence >= minimum:
         return None

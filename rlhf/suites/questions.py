@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from rlhf.config.data import DatasetConfig
 from rlhf.data.files import load_rows
-from rlhf.data.rows import BadRow, Row, RowCounts
+from rlhf.data.rows import BadRow, DataRow, RowCounts
 from rlhf.errors import DataError
 from rlhf.suites.metrics import compute
 
@@ -32,7 +32,7 @@ class Item(Generic[T]):
     """A usable row: its contents in the form that its suite reads, and the row itself."""
 
     value: T
-    row: Row
+    row: DataRow
 
     @property
     def file(self) -> str:
@@ -88,7 +88,7 @@ def dealt(items: Sequence[Item[T]], kind: Callable[[Item[T]], str], limit: int) 
     return [items[place] for place in sorted(place for _, place in sorted(turns)[:limit])]
 
 
-def _check_columns(path: str, rows: Sequence[Row], columns: Sequence[str], what: str) -> None:
+def _check_columns(path: str, rows: Sequence[DataRow], columns: Sequence[str], what: str) -> None:
     """Check that each of the columns is in at least one row.
 
     Raises:

@@ -136,7 +136,7 @@ def read_labelled(values: Mapping[str, object]) -> Labelled:
     return Labelled(prompt, response, label)
 
 
-def agreement(prefix: str, detected: Sequence[bool], labels: Sequence[bool], which: str) -> list[Estimate]:
+def detector_quality(prefix: str, detected: Sequence[bool], labels: Sequence[bool], which: str) -> list[Estimate]:
     """Compute accuracy, precision and recall of a detector with Wilson's intervals; one of no answers is left out.
 
     Args:
@@ -178,7 +178,7 @@ def detector_figures(rows: Sequence[Labelled], is_refusal: Callable[[str], bool]
             ("detector_", "labelled answers on topic", on_topic),
             ("detector_all_", "labelled answers", rows),
         )
-        for figure in agreement(
+        for figure in detector_quality(
             prefix, [is_refusal(row.response) for row in part], [row.refusal for row in part], which
         )
     ]

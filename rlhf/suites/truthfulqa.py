@@ -28,7 +28,7 @@ from rlhf.suites.suite import EvalRows, Suite, SuiteContext
 if TYPE_CHECKING:
     from rlhf.suites.subject import Subject
 
-Choices = Mapping[str, bool]
+MarkedAnswers = Mapping[str, bool]
 """Each answer, and whether it is true."""
 
 
@@ -38,8 +38,8 @@ class TruthQuestion:
 
     question: str
     prompt: str
-    single: Choices
-    several: Choices
+    single: MarkedAnswers
+    several: MarkedAnswers
 
     @property
     def answers(self) -> list[str]:
@@ -62,7 +62,7 @@ def read_truth_question(values: Mapping[str, object]) -> TruthQuestion:
     return TruthQuestion(question, str(values.get("prompt") or f"Q: {question}\nA:"), single, several)
 
 
-def _choices(value: object, name: str) -> Choices:
+def _choices(value: object, name: str) -> MarkedAnswers:
     """Parse the answers with their labels, 0 or 1.
 
     Raises:
@@ -149,7 +149,7 @@ def answer_logprobs(subject: Subject, questions: Sequence[TruthQuestion]) -> lis
 
 
 def _score(
-    measure: Callable[[Sequence[float], Sequence[bool]], float], table: Mapping[str, float], choices: Choices
+    measure: Callable[[Sequence[float], Sequence[bool]], float], table: Mapping[str, float], choices: MarkedAnswers
 ) -> float:
     return measure([table[answer] for answer in choices], list(choices.values()))
 

@@ -21,7 +21,7 @@ from rlhf.tracking.metrics import format_megabytes
 
 MANIFEST = "manifest.json"
 IS_WINDOWS = sys.platform == "win32"
-_NAME = re.compile(r"step-(\d{6,})")
+CHECKPOINT_NAME = re.compile(r"step-(\d{6,})")
 _TEMPORARY = (".writing-", ".deleting-")  # folders that are not a checkpoint yet, or no longer
 
 
@@ -76,7 +76,7 @@ class Checkpoints:
         """List the checkpoint folders, oldest first, without verifying them."""
         if not self.folder.is_dir():
             return []
-        return sorted((path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), key=_step)
+        return sorted((path for path in self.folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)), key=_step)
 
     def latest_intact(self, note: Callable[[str], None]) -> Path | None:
         """Return the newest intact checkpoint, or None if there is none; `note` is called for each damaged one skipped.
@@ -213,7 +213,7 @@ def _free_space(folder: Path) -> str:
 
 
 def _step(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
+    match = CHECKPOINT_NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
 

@@ -28,10 +28,10 @@ def content_digest(path: Path) -> str:
 def weights_digest(path: Path) -> str | None:
     """Compute the digest of the weight files in a model's folder, or of a single file; None if there are none."""
     files = [path] if path.is_file() else sorted(file for pattern in WEIGHTS for file in path.glob(pattern))
-    return combine(content_digest(file) for file in files) if files else None
+    return combine_digests(content_digest(file) for file in files) if files else None
 
 
-def combine(digests: Iterable[str]) -> str:
+def combine_digests(digests: Iterable[str]) -> str:
     """Compute one digest of several."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 

@@ -16,7 +16,7 @@ from rlhf.models.export import write_tensors
 from rlhf.models.policy_models import Ema, Models
 from rlhf.models.weight_files import NamedTensors, WeightFiles, read_tensors
 from rlhf.runtime.engine import Engine, TrainableModel
-from rlhf.runtime.optimizers import Moments
+from rlhf.runtime.optimizers import MomentTensors
 from rlhf.training.overlap import CompletionPrefetcher
 from rlhf.training.prompt_queue import PromptQueue
 from rlhf.training.session import TrainState
@@ -104,7 +104,7 @@ def save_trainer_state(
     engine.ranks.on_main(lambda: torch.save(states | besides, folder / TRAINER))
 
 
-def _flatten(prefix: str, moments: Moments) -> dict[str, Tensor]:
+def _flatten(prefix: str, moments: MomentTensors) -> dict[str, Tensor]:
     return {f"{prefix}{key}/{name}": value for key, named in moments.items() for name, value in named.items()}
 
 

@@ -238,7 +238,7 @@ def leave_out_unscored(collected: Collected) -> Collected:
     )
 
 
-Batch = tuple[Completions, Scores]
+Samples = tuple[Completions, Scores]
 
 
 def under_prompts(completions: Completions, prompts: Prompts) -> Completions:
@@ -258,7 +258,7 @@ def under_prompts(completions: Completions, prompts: Prompts) -> Completions:
 class _Rescued:
     """A step's batch while groups of it are sampled with hints; see Collected for `hinted` and `failed`."""
 
-    batch: Batch
+    batch: Samples
     hinted: Bool[Tensor, " B"]
     failed: Bool[Tensor, " N"]
     by_hint: Int[Tensor, " N"]  # the number of the hint that led to a success; 0: none
@@ -273,7 +273,7 @@ class _Rescued:
 
 
 def _rescue(
-    prompts: Prompts, batch: Batch, draw: Draw, hinted: Hinted, config: Rescue | None, due: Int[Tensor, " N"] | None
+    prompts: Prompts, batch: Samples, draw: Draw, hinted: Hinted, config: Rescue | None, due: Int[Tensor, " N"] | None
 ) -> _Rescued:
     """Sample some groups with hints; without a configuration, none."""
     no_group, no_row = torch.zeros(len(prompts), dtype=torch.bool), torch.zeros(len(batch[0]), dtype=torch.bool)
@@ -354,8 +354,8 @@ def _sample_with_hint(
 
 
 def _replace_last_of_groups(
-    batch: Batch, drawn: Batch, groups: Int[Tensor, " D"], solved: Bool[Tensor, " D"]
-) -> tuple[Batch, Completions, Int[Tensor, " R"]]:
+    batch: Samples, drawn: Samples, groups: Int[Tensor, " D"], solved: Bool[Tensor, " D"]
+) -> tuple[Samples, Completions, Int[Tensor, " R"]]:
     """Replace the last rows of the `groups` that are `solved` by the drawn ones, which take their row ids.
 
     Returns:
@@ -374,8 +374,8 @@ def _replace_last_of_groups(
 
 
 def _refill_uniform_groups(
-    batch: Batch, draw: Draw, refill: Callable[[int], Prompts], rounds: int
-) -> tuple[Batch, list[Completions], Bool[Tensor, " B"]]:
+    batch: Samples, draw: Draw, refill: Callable[[int], Prompts], rounds: int
+) -> tuple[Samples, list[Completions], Bool[Tensor, " B"]]:
     """Replace uniform groups by groups of other prompts, in at most `rounds` rounds (DAPO, Yu et al. 2025, sec. 3.2).
 
     A replacing prompt takes the row id of the one it replaces, so its rows have that prompt's random numbers. Groups
@@ -405,17 +405,17 @@ def _refill_uniform_groups(
     return batch, unused, is_new
 
 
-def _uniform(batch: Batch) -> Bool[Tensor, " B"]:
+def _uniform(batch: Samples) -> Bool[Tensor, " B"]:
     """Flag the rows of groups that are uniform once missing scores are filled in; one without any score is."""
     size = batch[0].group_size
     return uniform_groups(fill_missing(batch[1].values, size).nan_to_num(0.0), size)
 
 
-def _concat_batches(batches: Sequence[Batch]) -> Batch:
+def _concat_batches(batches: Sequence[Samples]) -> Samples:
     return concat([batch[0] for batch in batches]), concat_scores([batch[1] for batch in batches])
 
 
-def _select_rows(batch: Batch, index: Tensor) -> Batch:
+def _select_rows(batch: Samples, index: Tensor) -> Samples:
     completions, scores = batch
     parts = {name: part[index] for name, part in scores.parts.items()}
     return completions.rows(index), Scores(values=scores.values[index], parts=parts)

@@ -7,7 +7,6 @@ best checkpoint is chosen by evaluations that are made anyway, never by noise.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from rlhf.guard.alarms.alarm import Alarm, Reading, all_alarms
 from rlhf.guard.alarms.history import History, RunFacts
 from rlhf.guard.best import Gain, next_best
 from rlhf.guard.first_step import flat_reward_note
+from rlhf.models.folders import MODEL
 from rlhf.runtime.distributed import Distributed
-from rlhf.tracking.checkpoint import replace_folder
+from rlhf.tracking.checkpoint import CHECKPOINT_NAME, replace_folder
 from rlhf.training.session import STATE, Recorder, TrainState
 
 
@@ -156,8 +156,6 @@ class HealthMonitor:
 
 RowValues = Mapping[str, Sequence[float]]
 """The latest evaluation row by row: `score`, `loss` and `accuracy`, those that there are."""
-MODEL_FOLDER = "model"
-_NAME = re.compile(r"step-(\d{6,})")
 _LOWER_IS_BETTER = ("loss",)
 
 
@@ -223,7 +221,7 @@ class BestKeeper:
         target = self.place(step)
 
         def write(folder: Path) -> None:
-            self._write(folder / MODEL_FOLDER)
+            self._write(folder / MODEL)
             self._ranks.on_main(lambda: self._describe(folder, step, name, values, gain))
 
         self._ranks.on_main(lambda: self.folder.mkdir(parents=True, exist_ok=True))
@@ -253,7 +251,7 @@ class BestKeeper:
         def remove() -> None:
             named = {self.state.best.step if self.state.best is not None else -1, *map(_best_step_of, checkpoints)}
             for path in self.folder.glob("step-*") if self.folder.is_dir() else ():
-                match = _NAME.fullmatch(path.name)
+                match = CHECKPOINT_NAME.fullmatch(path.name)
                 if match is not None and int(match[1]) not in named:
                     shutil.rmtree(path)
 
@@ -267,7 +265,7 @@ class BestKeeper:
         best = self.state.best
         if best is None or not self.config.restore:
             return None
-        model = self.place(best.step) / MODEL_FOLDER
+        model = self.place(best.step) / MODEL
         if not self._ranks.from_main(model.is_dir()):
             self.recorder.note(f"warning: {model} is gone: the last checkpoint is exported instead of the best")
             return None

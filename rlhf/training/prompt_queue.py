@@ -26,7 +26,7 @@ NO_REPLAYS = ReplayConfig(limit=0)
 
 
 @dataclass(frozen=True)
-class Record:
+class PromptHistory:
     """What became of a prompt in earlier steps, by its completions without a hint."""
 
     failures: int = 0  # steps in a row in which none succeeded
@@ -40,7 +40,7 @@ class QueueState:
     fresh: int = 0  # places of the endless shuffled stream that were dealt or passed over so far
     waiting: dict[int, int] = field(default_factory=dict)  # unsolved prompts, longest waiting first, and their replays
     given_up: int = 0  # prompts whose replays were used up, since the start
-    records: dict[int, Record] = field(default_factory=dict)  # of the prompts that were dealt
+    records: dict[int, PromptHistory] = field(default_factory=dict)  # of the prompts that were dealt
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class PromptQueue:
 
     def due(self) -> Int[Tensor, " B"]:
         """Return the number of the hint that each of the prompts is due, decided by earlier steps; 0: none."""
-        failures = [self.state.records.get(index, Record()).failures for index in self._deal().indices]
+        failures = [self.state.records.get(index, PromptHistory()).failures for index in self._deal().indices]
         return torch.tensor([0 if self.rescue is None else self.rescue.due(times) for times in failures])
 
     def finish(
@@ -166,7 +166,7 @@ class PromptQueue:
         waiting = {index: tries for index, tries in saved["waiting"].tolist() if index < known}  # the data may differ
         rows = saved["records"].tolist() if "records" in saved else []
         records = {
-            int(index): Record(int(failures), None if math.isnan(rate) else rate)
+            int(index): PromptHistory(int(failures), None if math.isnan(rate) else rate)
             for index, failures, rate in rows
             if index < known
         }
@@ -198,15 +198,15 @@ class PromptQueue:
     def _chance(self, index: int) -> float:
         if self.curriculum is None:
             return 1.0
-        return self.curriculum.chance(self.state.records.get(index, Record()).rate)
+        return self.curriculum.chance(self.state.records.get(index, PromptHistory()).rate)
 
-    def _updated(self, indices: list[int], shares: list[float]) -> dict[int, Record]:
+    def _updated(self, indices: list[int], shares: list[float]) -> dict[int, PromptHistory]:
         """Return the records after a step; one that is in it twice is counted twice, in order."""
         records = dict(self.state.records)
         for index, share in zip(indices, shares, strict=True):
             if math.isnan(share):
                 continue
-            old = records.get(index, Record())
+            old = records.get(index, PromptHistory())
             rate = None if self.curriculum is None else self.curriculum.updated(old.rate, share)
-            records[index] = Record(0 if share > 0 else old.failures + 1, rate)
+            records[index] = PromptHistory(0 if share > 0 else old.failures + 1, rate)
         return records

@@ -39,15 +39,15 @@ IGNORED = frozenset(("$schema", "$id", "title", "description", "default", "examp
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class JsonShape:
     """What a value has to be: one of `kinds`, and within the limits that apply to its kind."""
 
     kinds: tuple[str, ...] = ANY
     enum: tuple[Any, ...] | None = None
-    keys: Mapping[str, Shape] | None = None  # of an object; None: any keys
+    keys: Mapping[str, JsonShape] | None = None  # of an object; None: any keys
     required: frozenset[str] = frozenset()
     closed: bool = True  # no other keys than `keys`
-    items: Shape | None = None  # of an array; None: any items
+    items: JsonShape | None = None  # of an array; None: any items
     sizes: tuple[float, float] = (0.0, math.inf)  # least and most items of an array
     lengths: tuple[float, float] = (0.0, math.inf)  # least and most characters of a text
     limits: Mapping[str, float] = field(default_factory=dict)  # of a number, by JSON Schema's keywords
@@ -57,7 +57,7 @@ class Shape:
 # --- reading ------------------------------------------------------------
 
 
-def read_shape(given: object) -> Shape:
+def parse_shape(given: object) -> JsonShape:
     """Read a shape from its short description: the name of a type, or a mapping.
 
     A mapping with `array` is an array: the shape of its items, and `length`, `min_length` or `max_length`. One with
@@ -68,10 +68,10 @@ def read_shape(given: object) -> Shape:
     """
     if isinstance(given, str):
         if given == "any":
-            return Shape()
+            return JsonShape()
         if given not in KINDS:
             raise ValueError(f"{given!r} is no type; choose from {', '.join(KINDS)}, any")
-        return Shape(kinds=(given,))
+        return JsonShape(kinds=(given,))
     if not isinstance(given, Mapping):
         raise ValueError(f"a type is a name or an object, not {given!r}")
     given = {name: value for name, value in given.items() if value is not None}  # Arrow fills in keys of other rows
@@ -79,15 +79,15 @@ def read_shape(given: object) -> Shape:
         exact = given.get("length")
         low, high = given.get("min_length", 0), given.get("max_length", math.inf)
         sizes = (exact, exact) if exact is not None else (low, high)
-        return Shape(kinds=("array",), items=read_shape(given["array"]), sizes=_pair(sizes, given))
+        return JsonShape(kinds=("array",), items=parse_shape(given["array"]), sizes=_pair(sizes, given))
     if set(given) == {"enum"} and isinstance(given["enum"], Sequence) and not isinstance(given["enum"], str):
-        return Shape(enum=_values(given["enum"]))
+        return JsonShape(enum=_values(given["enum"]))
     keys = given["object"] if set(given) == {"object"} and isinstance(given["object"], Mapping) else given
-    shapes = {str(name): _below(str(name), value, read_shape) for name, value in keys.items() if value is not None}
-    return Shape(kinds=("object",), keys=shapes, required=frozenset(shapes))
+    shapes = {str(name): _below(str(name), value, parse_shape) for name, value in keys.items() if value is not None}
+    return JsonShape(kinds=("object",), keys=shapes, required=frozenset(shapes))
 
 
-def read_schema(schema: object) -> Shape:
+def read_schema(schema: object) -> JsonShape:
     """Read a shape from a subset of JSON Schema.
 
     type, enum, const, properties, required, additionalProperties (a boolean), items, minItems, maxItems, minimum,
@@ -99,7 +99,7 @@ def read_schema(schema: object) -> Shape:
         ValueError: the schema has another keyword, or a malformed one.
     """
     if schema is True:
-        return Shape()
+        return JsonShape()
     if not isinstance(schema, Mapping):
         raise ValueError(f"a schema is an object, not {schema!r}")
     given = {name: value for name, value in schema.items() if name not in IGNORED and value is not None}
@@ -119,7 +119,7 @@ def read_schema(schema: object) -> Shape:
     items = _below("items", given.pop("items"), read_schema) if "items" in given else None
     names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
     limits = {name: float(given.pop(name)) for name in names if name in given}
-    shape = Shape(
+    shape = JsonShape(
         kinds=kinds,
         enum=enum,
         keys=keys if keys is not None or additional else {},
@@ -138,7 +138,7 @@ def read_schema(schema: object) -> Shape:
     return shape
 
 
-def _below(name: str, value: object, read: Callable[[object], Shape]) -> Shape:
+def _below(name: str, value: object, read: Callable[[object], JsonShape]) -> JsonShape:
     try:
         return read(value)
     except ValueError as error:
@@ -161,7 +161,7 @@ def _values(values: Sequence[Any]) -> tuple[Any, ...]:
 # --- checking ------------------------------------------------------------
 
 
-def has_exact_keys(value: object, shape: Shape) -> bool:
+def has_exact_keys(value: object, shape: JsonShape) -> bool:
     """Check whether every object has its required keys, and no others where they are closed, at every depth.
 
     Where an object is wanted and there is none, its keys are missing.
@@ -177,16 +177,16 @@ def has_exact_keys(value: object, shape: Shape) -> bool:
     return True
 
 
-def _has_these_keys(value: Mapping[str, Any], shape: Shape, keys: Mapping[str, Shape]) -> bool:
+def _has_these_keys(value: Mapping[str, Any], shape: JsonShape, keys: Mapping[str, JsonShape]) -> bool:
     return value.keys() >= shape.required and not (shape.closed and value.keys() - keys.keys())
 
 
-def fits_kind(value: object, shape: Shape) -> bool:
+def fits_kind(value: object, shape: JsonShape) -> bool:
     """Check whether a value is of a type that the shape allows."""
     return any(KINDS[kind](value) for kind in shape.kinds)
 
 
-def fits(value: object, shape: Shape) -> bool:
+def fits(value: object, shape: JsonShape) -> bool:
     """Check whether a value is all that the shape says."""
     if not fits_kind(value, shape):
         return False
@@ -205,7 +205,7 @@ def fits(value: object, shape: Shape) -> bool:
     return isinstance(value, bool) or not isinstance(value, int | float) or _within(value, shape.limits)
 
 
-def share_of_types(value: object, shape: Shape) -> float:
+def share_of_types(value: object, shape: JsonShape) -> float:
     """Compute the share of what is right, from 0 to 1.
 
     Of an object it is the mean over the keys that the shape names, 0 for one that is missing. Of an array whose length
@@ -226,7 +226,7 @@ def share_of_types(value: object, shape: Shape) -> float:
     return float(fits(value, shape))
 
 
-def example(shape: Shape) -> Any:
+def example(shape: JsonShape) -> Any:
     """Return a value that fits; one may fail where a text has a pattern, or a number narrow limits."""
     if shape.enum is not None:
         return shape.enum[0]
@@ -234,7 +234,7 @@ def example(shape: Shape) -> Any:
         return {name: example(shape.keys[name]) for name in shape.keys if name in shape.required}
     kind = shape.kinds[0]
     if kind == "array":
-        return [example(shape.items or Shape()) for _ in range(int(shape.sizes[0]))]
+        return [example(shape.items or JsonShape()) for _ in range(int(shape.sizes[0]))]
     if kind == "string":
         text = str(EXAMPLES[kind]).ljust(int(shape.lengths[0]), "x")
         return text[: int(min(shape.lengths[1], len(text)))]

@@ -127,14 +127,14 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*")
 
 
 @dataclass(frozen=True)
-class Answer:
+class NumericAnswer:
     """A number, and whether the text announced it as its answer."""
 
     value: Fraction
     announced: bool
 
 
-def final_answer(text: str) -> Answer | None:
+def final_answer(text: str) -> NumericAnswer | None:
     """Extract the number that a solution ends in; None where the text has no number.
 
     Searched, in this order: after the last `####` that a number follows; in the last `\\boxed{...}`; after the last
@@ -146,9 +146,9 @@ def final_answer(text: str) -> Answer | None:
     for part in _announcements(text):
         value = _first_number(strip_markup(part))
         if value is not None:
-            return Answer(value, announced=True)
+            return NumericAnswer(value, announced=True)
     numbers = list(find_numbers(strip_markup(text)))
-    return Answer(numbers[-1].value, announced=False) if numbers else None
+    return NumericAnswer(numbers[-1].value, announced=False) if numbers else None
 
 
 def expected_answer(solution: str) -> Fraction | None:

@@ -10,13 +10,13 @@ from pydantic import model_validator
 
 from rlhf.verifiers.grader import GradeFunction, Grader, Row
 from rlhf.verifiers.json_shape import (
-    Shape,
+    JsonShape,
     example,
     fits,
     fits_kind,
     has_exact_keys,
+    parse_shape,
     read_schema,
-    read_shape,
     share_of_types,
 )
 
@@ -57,7 +57,7 @@ class JsonGrader(Grader):
     def _check_shape(self) -> JsonGrader:
         if self.keys is not None and self.json_schema is not None:
             raise ValueError("keys and json_schema both describe the JSON: give one of them")
-        for given, read in ((self.keys, read_shape), (self.json_schema, read_schema)):
+        for given, read in ((self.keys, parse_shape), (self.json_schema, read_schema)):
             if isinstance(given, dict):
                 read(given)
         return self
@@ -71,13 +71,14 @@ class JsonGrader(Grader):
 
         return grade
 
-    def shape(self, row: Row) -> Shape | None:
+    def shape(self, row: Row) -> JsonShape | None:
         """Return what the row asks for; None where it has no such column.
 
         Raises:
             ValueError: the column is malformed.
         """
-        given, read = (self.keys or "keys", read_shape) if self.json_schema is None else (self.json_schema, read_schema)
+        keys, schema = self.keys or "keys", self.json_schema
+        given, read = (keys, parse_shape) if schema is None else (schema, read_schema)
         if isinstance(given, dict):
             return read(given)
         value = row.get(given)
@@ -94,7 +95,7 @@ class JsonGrader(Grader):
         return json.dumps(value) if fits(value, shape) else None
 
 
-def grade_json(completion: str, shape: Shape) -> dict[str, float]:
+def grade_json(completion: str, shape: JsonShape) -> dict[str, float]:
     """Return the named rewards of a completion; see JsonGrader."""
     has_json, value, only = find_json(completion, lambda value: fits_kind(value, shape))
     if not has_json or not (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.algo.divergence import TeacherTokens, divergence, outcomes, rest_of, same_width, tail_error_bound
+from rlhf.algo.divergence import TeacherTokens, divergence, rest_of, same_width, shared_outcomes, tail_error_bound
 from rlhf.algorithms.distill import COLUMNS, DistillLoss
 
 P = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64)
@@ -68,10 +68,10 @@ def listed(log_teacher: Tensor, k: int) -> TeacherTokens:
 
 
 def test_the_tail_by_hand() -> None:
-    pi, teacher = outcomes(P.log(), TeacherTokens(logprobs=Q.log()).top(1))
+    pi, teacher = shared_outcomes(P.log(), TeacherTokens(logprobs=Q.log()).top(1))
     torch.testing.assert_close(pi.exp(), torch.tensor([[0.25, 0.75]], dtype=torch.float64))  # token 2, and the others
     torch.testing.assert_close(teacher.exp(), torch.tensor([[0.5, 0.5]], dtype=torch.float64))
-    pi, teacher = outcomes(P.log(), listed(Q.log(), 2), tail=False)
+    pi, teacher = shared_outcomes(P.log(), listed(Q.log(), 2), tail=False)
     torch.testing.assert_close(pi.exp().sum(-1), torch.ones(1, dtype=torch.float64))
     torch.testing.assert_close(teacher.exp().max(), torch.tensor(2 / 3, dtype=torch.float64))
 
@@ -82,7 +82,7 @@ def test_the_tail_gives_a_divergence_that_grows_to_the_whole_one(kind: str) -> N
     whole = divergence(pi, teacher, kind)  # type: ignore[arg-type]
     before = torch.zeros_like(whole)
     for k in (1, 2, 4, 8, 11, 12):
-        value = divergence(*outcomes(pi, TeacherTokens(logprobs=teacher).top(k)), kind)  # type: ignore[arg-type]
+        value = divergence(*shared_outcomes(pi, TeacherTokens(logprobs=teacher).top(k)), kind)  # type: ignore[arg-type]
         assert (value >= before - 1e-12).all()
         assert (value <= whole + 1e-12).all()
         before = value
@@ -94,8 +94,10 @@ def test_without_the_tail_the_policy_can_leave_the_teachers_tokens_at_no_cost() 
     near = torch.tensor([[0.6, 0.3, 0.05, 0.05]], dtype=torch.float64).log()
     far = torch.tensor([[0.02, 0.01, 0.5, 0.47]], dtype=torch.float64).log()  # the same ratio of the two tokens
     for log_pi in (near, far):
-        assert divergence(*outcomes(log_pi, teacher, tail=False), "reverse").item() == pytest.approx(0.0, abs=1e-12)
-    assert divergence(*outcomes(far, teacher), "reverse").item() > 1.0
+        assert divergence(*shared_outcomes(log_pi, teacher, tail=False), "reverse").item() == pytest.approx(
+            0.0, abs=1e-12
+        )
+    assert divergence(*shared_outcomes(far, teacher), "reverse").item() > 1.0
 
 
 @pytest.mark.parametrize("kind", ("forward", "jsd"))
@@ -104,7 +106,7 @@ def test_the_error_of_the_tail_is_within_its_bound(kind: str, scale: float) -> N
     pi, teacher = random_pair(3, scale=scale)
     for k in (1, 3, 6, 11):
         known = listed(teacher, k)
-        error = divergence(pi, teacher, kind) - divergence(*outcomes(pi, known), kind)  # type: ignore[arg-type]
+        error = divergence(pi, teacher, kind) - divergence(*shared_outcomes(pi, known), kind)  # type: ignore[arg-type]
         bound = tail_error_bound(pi, known, kind)  # type: ignore[arg-type]
         assert (error >= -1e-10).all()
         assert (bound >= error - 1e-10).all()

@@ -6,30 +6,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.algo.support import Limits, log_mass, pack, renormalized, restricted, unpack
+from rlhf.algo.support import SamplingLimits, log_mass, pack, renormalized, restricted, unpack
 from rlhf.exact.world import enumerate_world, random_scores, random_table
 
 WORLD = enumerate_world(prompts=2, vocabulary=4, horizon=3)
-ALL = (Limits(top_k=2), Limits(top_p=0.7), Limits(min_p=0.5), Limits(top_k=3, top_p=0.8, min_p=0.2))
+ALL = (
+    SamplingLimits(top_k=2),
+    SamplingLimits(top_p=0.7),
+    SamplingLimits(min_p=0.5),
+    SamplingLimits(top_k=3, top_p=0.8, min_p=0.2),
+)
 
 
-def left(limits: Limits, *probabilities: float) -> list[int]:
+def left(limits: SamplingLimits, *probabilities: float) -> list[int]:
     (support,) = limits.support(torch.tensor([probabilities], dtype=torch.float64)).tolist()
     return [token for token, is_left in enumerate(support) if is_left]
 
 
 def test_what_is_left_worked_by_hand() -> None:
     row = (0.1, 0.4, 0.05, 0.3, 0.15)
-    assert left(Limits(), *row) == [0, 1, 2, 3, 4]
-    assert not Limits().are_on
-    assert left(Limits(top_k=2), *row) == [1, 3]
-    assert left(Limits(top_k=9), *row) == [0, 1, 2, 3, 4]
-    assert left(Limits(top_p=0.6), *row) == [1, 3]  # 0.4 is too little, 0.7 enough
-    assert left(Limits(top_p=0.01), *row) == [1]
-    assert left(Limits(min_p=0.3), *row) == [1, 3, 4]  # at least 0.12
-    assert left(Limits(top_k=3, top_p=0.8), *row) == [1, 3]  # of 0.85, which is 1 then: 0.68 of it
-    assert left(Limits(top_k=1), 0.25, 0.25, 0.5, 0.0) == [2]
-    assert left(Limits(top_k=1), 0.4, 0.4, 0.2) == [0, 1]  # a tie leaves both
+    assert left(SamplingLimits(), *row) == [0, 1, 2, 3, 4]
+    assert not SamplingLimits().are_on
+    assert left(SamplingLimits(top_k=2), *row) == [1, 3]
+    assert left(SamplingLimits(top_k=9), *row) == [0, 1, 2, 3, 4]
+    assert left(SamplingLimits(top_p=0.6), *row) == [1, 3]  # 0.4 is too little, 0.7 enough
+    assert left(SamplingLimits(top_p=0.01), *row) == [1]
+    assert left(SamplingLimits(min_p=0.3), *row) == [1, 3, 4]  # at least 0.12
+    assert left(SamplingLimits(top_k=3, top_p=0.8), *row) == [1, 3]  # of 0.85, which is 1 then: 0.68 of it
+    assert left(SamplingLimits(top_k=1), 0.25, 0.25, 0.5, 0.0) == [2]
+    assert left(SamplingLimits(top_k=1), 0.4, 0.4, 0.2) == [0, 1]  # a tie leaves both
 
 
 @pytest.mark.parametrize("vocabulary", [1, 8, 9, 23])
@@ -50,7 +55,7 @@ def test_log_probabilities_among_those_left() -> None:
     torch.testing.assert_close(renormalized(log_pi.exp(), unpack(packed, 4)), expected)
 
 
-def gradients(limits: Limits) -> tuple[Tensor, Tensor, Tensor, float]:
+def gradients(limits: SamplingLimits) -> tuple[Tensor, Tensor, Tensor, float]:
     """The gradient of E_{pi_S}[score], what the trainer expects with and without the supports, and the mean ratio."""
     table, scores = random_table(WORLD, 1), random_scores(WORLD, 2)
     flat = table.flatten(0, 1)
@@ -79,7 +84,7 @@ def gradients(limits: Limits) -> tuple[Tensor, Tensor, Tensor, float]:
 
 
 @pytest.mark.parametrize("limits", ALL)
-def test_the_gradient_among_those_left_is_exact_and_that_among_all_is_not(limits: Limits) -> None:
+def test_the_gradient_among_those_left_is_exact_and_that_among_all_is_not(limits: SamplingLimits) -> None:
     exact, corrected, plain, ratio = gradients(limits)
     torch.testing.assert_close(corrected, exact, rtol=0, atol=1e-14)
     assert (plain - exact).norm() > 0.05 * exact.norm()
@@ -87,7 +92,7 @@ def test_the_gradient_among_those_left_is_exact_and_that_among_all_is_not(limits
 
 
 def test_without_limits_both_are_the_same() -> None:
-    exact, corrected, plain, ratio = gradients(Limits())
+    exact, corrected, plain, ratio = gradients(SamplingLimits())
     torch.testing.assert_close(corrected, exact, rtol=0, atol=1e-14)
     torch.testing.assert_close(plain, exact, rtol=0, atol=1e-14)
     assert ratio == pytest.approx(1.0)

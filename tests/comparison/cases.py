@@ -11,8 +11,8 @@ from runs import ppo_tree, quiet, write_rows
 from trials import tried_once
 
 from rlhf.api.comparing import run_compare
-from rlhf.comparison.plan import Cell, Plan, make_plan
-from rlhf.comparison.scheduler import Outcome, record_failure
+from rlhf.comparison.plan import Cell, CellPlan, plan_cells
+from rlhf.comparison.scheduler import CellOutcome, record_failure
 from rlhf.comparison.trial import run_cell
 from rlhf.config.files import merge
 from rlhf.config.load import compare_config
@@ -59,12 +59,12 @@ def failing_arm(folder: Path) -> dict[str, Any]:
     return {"algorithm": {"preset": "grpo", "policy_loss": section}, **GROUPS}
 
 
-def plan_of(tree: dict[str, Any]) -> Plan:
+def plan_of(tree: dict[str, Any]) -> CellPlan:
     """Its cells."""
-    return make_plan(compare_config(tree), beside=Path())
+    return plan_cells(compare_config(tree), beside=Path())
 
 
-def here(cell: Cell) -> Outcome:
+def here(cell: Cell) -> CellOutcome:
     """The cell in this process."""
     try:
         with tried_once():
@@ -78,9 +78,9 @@ def here(cell: Cell) -> Outcome:
 class Ended:
     """A cell that ran when it was started."""
 
-    result: Outcome
+    result: CellOutcome
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> CellOutcome:
         return self.result
 
     def stop(self) -> None:

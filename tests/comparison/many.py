@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf.comparison.aggregate import CellResult, summarize
 from rlhf.comparison.costs import Costs
-from rlhf.comparison.plan import Plan
+from rlhf.comparison.plan import CellPlan
 from rlhf.comparison.results import MEASURES, ComparisonResults, CurvePoint, Evaluation, Measures
 from rlhf.comparison.trial import Judgment
 from rlhf.config.compare import START_FOLDER
@@ -34,7 +34,7 @@ TEXT = (
 )
 
 
-def many(folder: Path, *, count: int = 25, seeds: int = 3) -> tuple[Plan, ComparisonResults, list[CellResult]]:
+def many(folder: Path, *, count: int = 25, seeds: int = 3) -> tuple[CellPlan, ComparisonResults, list[CellResult]]:
     """Plan, results and cells of `count` arms; the last arm failed, the one before games its reward."""
     tree = compare_tree(folder, seeds=list(range(seeds)), budget={"completions": 64 * STEPS})
     names = ARMS[:count]
@@ -50,7 +50,7 @@ def _without_a_fit(wins: Tensor, longer: Tensor) -> LengthControlled:
     return LengthControlled(**asdict(bootstrap_crossed(wins)), length_effect=0.0, extrapolated=False)
 
 
-def _cell_result(plan: Plan, number: int, names: tuple[str, ...]) -> CellResult:
+def _cell_result(plan: CellPlan, number: int, names: tuple[str, ...]) -> CellResult:
     cell = plan.cells[number]
     draw = random.Random(f"{cell.arm} {cell.seed}")
     place = names.index(cell.arm) if cell.arm != START_FOLDER else None

@@ -12,7 +12,7 @@ from many import many
 
 from rlhf.comparison.aggregate import comparable, read_cells, summarize
 from rlhf.comparison.page import comparison_charts
-from rlhf.comparison.plan import Plan, ensure_owner
+from rlhf.comparison.plan import CellPlan, ensure_owner
 from rlhf.comparison.results import ComparisonResults, SeedResult
 from rlhf.comparison.summary import end_table, few_prompts_note, format_gain, notes, verdict
 from rlhf.comparison.trial import Judgment
@@ -111,7 +111,7 @@ def test_a_seed_that_failed_early_does_not_cut_the_curves_of_the_others(results:
     assert [chart.title for chart in charts.proxies] == ["ppo", "grpo", "dpo"]
 
 
-def judged_plan(folder: Path) -> Plan:
+def judged_plan(folder: Path) -> CellPlan:
     """A plan of which every cell is judged, on three prompts."""
     plan = plan_of(compare_tree(folder))
     for number, cell in enumerate(plan.cells):

@@ -12,7 +12,7 @@ from runs import prompts_file
 from rlhf.api.checks import check_arm_files
 from rlhf.api.comparing import check_arms, run_compare
 from rlhf.cli import main
-from rlhf.comparison.plan import make_plan
+from rlhf.comparison.plan import plan_cells
 from rlhf.config.load import compare_config, load_compare
 from rlhf.data.paths import Lookups
 from rlhf.errors import ConfigError
@@ -126,7 +126,7 @@ def test_files_of_the_lab_are_made_later_and_not_missed() -> None:
     config = load_compare(ROOT / "configs" / "lab" / "compare_quick.yaml")
     assert config.lab is not None
     later = Path(config.lab.folder)
-    plan = make_plan(config, beside=ROOT / "configs" / "lab", lab_files=False)
+    plan = plan_cells(config, beside=ROOT / "configs" / "lab", lab_files=False)
     check_arm_files(plan, Lookups(later=later, prefix=PREFIX))
     with pytest.raises(ConfigError, match=r"lab:eval_prompts\.jsonl"):
         check_arm_files(plan, Lookups(later=later))

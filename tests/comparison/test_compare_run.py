@@ -26,7 +26,7 @@ from rlhf.comparison.costs import (
     online_flops,
     sampling_flops,
 )
-from rlhf.comparison.plan import ensure_owner, make_plan
+from rlhf.comparison.plan import ensure_owner, plan_cells
 from rlhf.comparison.scheduler import FAILED, run_cells
 from rlhf.comparison.trial import JUDGED, Judgment
 from rlhf.comparison.view import ComparisonView
@@ -139,10 +139,10 @@ def test_a_comparison_continues_from_its_folder(tmp_path: Path) -> None:
     config = compare_config({**compare_tree(tmp_path), "base": "base.yaml"})
     interrupted = run_compare(config, beside=tmp_path, start=lambda *_: Ended("interrupted"))
     assert not interrupted
-    for cell in make_plan(config, beside=tmp_path).cells:
+    for cell in plan_cells(config, beside=tmp_path).cells:
         ensure_owner(cell)
     folder = tmp_path / "compare"
-    continued = make_plan(load_compare(folder, ["seeds=[0, 1, 2]"]), beside=folder)
+    continued = plan_cells(load_compare(folder, ["seeds=[0, 1, 2]"]), beside=folder)
     for cell in continued.cells:
         ensure_owner(cell)
     settings = (folder / "compare.yaml").read_bytes()
@@ -254,7 +254,7 @@ def test_judging_uses_the_same_random_numbers_for_every_arm(tmp_path: Path) -> N
 
 
 def test_a_cell_that_is_done_is_not_run_again(finished: Path) -> None:
-    plan = make_plan(load_compare(finished), beside=finished)
+    plan = plan_cells(load_compare(finished), beside=finished)
     seen: list[str] = []
 
     def refuse(cell: Any, place: int) -> Any:

@@ -26,8 +26,8 @@ from rlhf.comparison.scheduler import (
     ERRORS,
     FAILED,
     CellProcess,
+    MachineShare,
     Running,
-    Share,
     advice_on_memory,
     check_devices,
     extract_error,
@@ -164,21 +164,21 @@ def test_a_stop_reaches_every_cell_and_the_same_command_continues(tmp_path: Path
 
 def test_shares_by_hand() -> None:
     four = {"cores": 4, "devices": (), "environ": {}}
-    assert resource_environment(Share(0, 1), **four) == {}
-    assert resource_environment(Share(1, 2), **four) == {"OMP_NUM_THREADS": "2"}
-    assert resource_environment(Share(7, 8), **four) == {"OMP_NUM_THREADS": "1"}
-    assert resource_environment(Share(1, 2), cores=4, devices=(), environ={"OMP_NUM_THREADS": "3"}) == {}
+    assert resource_environment(MachineShare(0, 1), **four) == {}
+    assert resource_environment(MachineShare(1, 2), **four) == {"OMP_NUM_THREADS": "2"}
+    assert resource_environment(MachineShare(7, 8), **four) == {"OMP_NUM_THREADS": "1"}
+    assert resource_environment(MachineShare(1, 2), cores=4, devices=(), environ={"OMP_NUM_THREADS": "3"}) == {}
     gpus = [
-        resource_environment(Share(place, 3), cores=8, devices=("2", "5"), environ={})["CUDA_VISIBLE_DEVICES"]
+        resource_environment(MachineShare(place, 3), cores=8, devices=("2", "5"), environ={})["CUDA_VISIBLE_DEVICES"]
         for place in range(3)
     ]
     assert gpus == ["2", "5", "2"]
-    assert "CUDA_VISIBLE_DEVICES" not in resource_environment(Share(0, 2), cores=8, devices=("0",), environ={})
+    assert "CUDA_VISIBLE_DEVICES" not in resource_environment(MachineShare(0, 2), cores=8, devices=("0",), environ={})
 
 
 def test_cells_of_several_processes_have_gpus_of_their_own() -> None:
     def given(place: int, *, launched: bool = True) -> dict[str, str]:
-        share = Share(place, 2, 2, launched=launched)
+        share = MachineShare(place, 2, 2, launched=launched)
         return resource_environment(share, cores=8, devices=("0", "1", "2", "3"), environ={})
 
     assert given(0) == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0,1"}

@@ -22,7 +22,7 @@ from rlhf.comparison.summary import suite_tables
 from rlhf.comparison.trial import Judgment, SuiteScores, summarize_suites
 from rlhf.config.compare import PairsConfig
 from rlhf.errors import ConfigError, RewardError
-from rlhf.rewards.pair_judge import FunctionPairs, ScoredPairs, Verdict, both_orders, completions_of
+from rlhf.rewards.pair_judge import FunctionPairs, PairVerdict, ScoredPairs, both_orders, completions_of
 from rlhf.rewards.source import Source, decode
 from rlhf.types import Completions, Scores
 
@@ -73,7 +73,7 @@ def judgment(texts: Sequence[str]) -> Judgment:
 def test_both_orders_and_ties() -> None:
     shown: list[tuple[list[str], list[str]]] = []
 
-    def first_wins(prompts: Sequence[str], a: Sequence[str], b: Sequence[str]) -> list[Verdict | None]:
+    def first_wins(prompts: Sequence[str], a: Sequence[str], b: Sequence[str]) -> list[PairVerdict | None]:
         shown.append((list(a), list(b)))
         return ["A"] * len(prompts)
 
@@ -87,7 +87,7 @@ def test_win_rates_by_hand(judge_file: Path, tokenizer: PreTrainedTokenizerFast)
     config = PairsConfig(judge=FunctionPairs(target=f"{judge_file}:longer"), against=["start"], limit=3)
     mine, start = judgment(["aaa", "b", "cc", "ddddd"]), judgment(["a", "bb", "cd", "d"])
     judge = config.judge.build(tokenizer, never)
-    result = pairs.compare(mine, {"start": start}, config, judge, seed=0)
+    result = pairs.compare_with_opponents(mine, {"start": start}, config, judge, seed=0)
     got = {figure.name: figure for figure in result.figures}
     assert got["over_start"].values == (1.0, 0.0, 0.5)
     assert (got["over_start"].value, got["disagree_start"].value) == (0.5, 0.0)
@@ -98,7 +98,7 @@ def test_win_rates_by_hand(judge_file: Path, tokenizer: PreTrainedTokenizerFast)
 def test_a_judge_with_a_position_bias_shows(judge_file: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     config = PairsConfig(judge=FunctionPairs(target=f"{judge_file}:first"))
     judge = config.judge.build(tokenizer, never)
-    result = pairs.compare(judgment(["a", "b"]), {"start": judgment(["c", "b"])}, config, judge, seed=0)
+    result = pairs.compare_with_opponents(judgment(["a", "b"]), {"start": judgment(["c", "b"])}, config, judge, seed=0)
     got = {figure.name: figure.value for figure in result.figures}
     assert got == {"over_start": 0.5, "disagree_start": 0.5}
 
@@ -133,7 +133,9 @@ def test_a_source_that_abstains_leaves_the_pair_out(
     target = {"type": "function", "target": f"{judge_file}:longer"}
     config = PairsConfig.model_validate({"judge": {"type": "scores", "source": target}})
     judge = config.judge.build(tokenizer, lambda _: source)
-    result = pairs.compare(judgment(texts), {"start": judgment(["bad", "bad", "good"])}, config, judge, seed=0)
+    result = pairs.compare_with_opponents(
+        judgment(texts), {"start": judgment(["bad", "bad", "good"])}, config, judge, seed=0
+    )
     got = {figure.name: figure for figure in result.figures}
     if value is None:
         assert (got, [part.what for part in result.left_out]) == ({}, ["over_start"])

@@ -11,7 +11,7 @@ from cases import GROUPS, compare_tree, plan_of
 from runs import make_model
 
 from rlhf.comparison.page import differences
-from rlhf.comparison.plan import Plan, ensure_owner, make_plan, read_cell, read_plan
+from rlhf.comparison.plan import CellPlan, ensure_owner, plan_cells, read_cell, read_plan
 from rlhf.config.compare import START_FOLDER, CompareConfig, TrainedArm
 from rlhf.config.load import compare_config, dump, load_any, load_compare, unread_warnings
 from rlhf.config.run import UNKNOWN_LENGTH
@@ -143,11 +143,11 @@ COMPARED = {
 }
 
 
-def plan_of_the_lab(name: str, monkeypatch: pytest.MonkeyPatch) -> Plan:
+def plan_of_the_lab(name: str, monkeypatch: pytest.MonkeyPatch) -> CellPlan:
     """With the lab's files not made: only the settings are looked at."""
     monkeypatch.setattr("rlhf.comparison.plan.resolve_lab_paths", lambda config: config)
     monkeypatch.chdir(ROOT)
-    return make_plan(load_compare(ROOT / "configs" / "lab" / name), beside=ROOT / "configs" / "lab")
+    return plan_cells(load_compare(ROOT / "configs" / "lab" / name), beside=ROOT / "configs" / "lab")
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -190,7 +190,7 @@ def test_a_base_is_found_beside_the_file(tmp_path: Path, monkeypatch: pytest.Mon
     tree = compare_tree(tmp_path) | {"base": "base.yaml"}
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert make_plan(compare_config(tree), beside=tmp_path).cells
+    assert plan_cells(compare_config(tree), beside=tmp_path).cells
 
 
 def test_an_arm_set_to_null_is_left_out(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf.config.data import DatasetConfig
 from rlhf.data.files import load_rows
-from rlhf.data.rows import Row, RowCounts
+from rlhf.data.rows import DataRow, RowCounts
 from rlhf.errors import DataError
 
 Write = Callable[..., str]
@@ -202,7 +202,7 @@ def test_real_folders(shared: Path) -> None:
 
 
 def test_a_place_names_the_file_without_its_folder() -> None:
-    assert Row({}, "some/where/a.jsonl", 7).place == "a.jsonl:7"
+    assert DataRow({}, "some/where/a.jsonl", 7).place == "a.jsonl:7"
 
 
 def test_a_parquet_column_that_the_reader_loses_is_one_plain_error(tmp_path: Path) -> None:

@@ -19,14 +19,14 @@ from rlhf.data.formats import (
     PromptText,
     RowFormats,
 )
-from rlhf.data.rows import Row, RowCounts
+from rlhf.data.rows import DataRow, RowCounts
 from rlhf.errors import DataError
 
 
 def read(use: RowFormats[Any], row: dict[str, object], *, turns: bool = False) -> Any:
     """The one row in its form, or the reason it has none."""
     skips = RowCounts("f")
-    forms = [form for _, form in use.read([Row(row, "f", 1)], skips, turns=turns)]
+    forms = [form for _, form in use.read([DataRow(row, "f", 1)], skips, turns=turns)]
     return forms[0] if forms else next(iter(skips.counts))
 
 
@@ -272,8 +272,8 @@ def test_columns_that_fit_no_shape_are_an_error_which_names_the_shapes() -> None
 
 
 def test_the_shape_of_a_file_is_that_of_most_of_its_rows() -> None:
-    rows = [Row({"prompt": "p", "completion": "c"}, "f", i) for i in (1, 2, 3)]
-    rows += [Row({"messages": []}, "f", 4), Row({"text": "t"}, "g", 1)]
+    rows = [DataRow({"prompt": "p", "completion": "c"}, "f", i) for i in (1, 2, 3)]
+    rows += [DataRow({"messages": []}, "f", 4), DataRow({"text": "t"}, "g", 1)]
     skips = RowCounts("f")
     forms = [(row.place, form) for row, form in DEMONSTRATIONS.read(rows, skips, turns=False)]
     assert [place for place, _ in forms] == ["f:1", "f:2", "f:3", "g:1"]

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf.data.rows import Row, RowCounts
+from rlhf.data.rows import DataRow, RowCounts
 from rlhf.errors import DataError
 
 
-def row(number: int) -> Row:
-    return Row({}, "data/p.jsonl", number)
+def row(number: int) -> DataRow:
+    return DataRow({}, "data/p.jsonl", number)
 
 
 def test_the_summary_has_every_reason_with_its_first_three_rows() -> None:

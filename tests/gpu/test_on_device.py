@@ -16,7 +16,7 @@ from pretend import PretendDevice
 from quick import quick
 from tiny_models import prompts_of, tiny
 
-from rlhf.algo.support import Limits
+from rlhf.algo.support import SamplingLimits
 from rlhf.config.files import merge
 from rlhf.config.sections import SamplingConfig
 from rlhf.data.tokenizer import as_completions
@@ -24,7 +24,7 @@ from rlhf.models.backbone import body_of
 from rlhf.models.kernels.llama.forward import supports_fused
 from rlhf.models.kernels.packing import packing_unsupported_reason
 from rlhf.models.policy_models import Models
-from rlhf.sampling.canary import Reading, is_rounding
+from rlhf.sampling.canary import CanaryReading, is_rounding
 from rlhf.sampling.fast.engine import FastSampler
 from rlhf.sampling.service import PolicyService
 from rlhf.types import Completions
@@ -181,7 +181,7 @@ def test_samplers_of_other_settings_share_one_copy_of_the_weights(gpu: Machine) 
     prompts = [row[:] for row in ROWS[:3]]
     drawn = []
     for length in (8, 24, 8):
-        settings = (1.0, length, 64, Limits(), (), 0)
+        settings = (1.0, length, 64, SamplingLimits(), (), 0)
         options: dict[str, Any] = {"rows": [0, 1, 2], "width": 0, "size": 2, "key": 7, "greedy": False, "frozen": False}
         drawn.append(service.sample(prompts, settings=settings, **options))
         assert isinstance(sampler := service._sampler(*settings), FastSampler)
@@ -222,7 +222,7 @@ def test_the_canary_takes_tf32_for_rounding(gpu: Machine) -> None:
     models = Models(policy=model, temperature=1.0, dtype="float32", device=torch.device("cuda"))
     rows = as_completions([[1, 5, 7]], [[4, 6]], pad_id=0)
     zeros = torch.zeros(1, 2, dtype=torch.float64)
-    reading = Reading(
+    reading = CanaryReading(
         drawn=rows,
         served_drawn=zeros,
         forced=rows,

@@ -215,8 +215,16 @@ def test_what_is_shipped_breaks_no_rule() -> None:
     [
         ("Qwen/Qwen2.5-0.5B", 5e8),
         ("models/smollm2-135m-instruct", 1.35e8),
-        ("../shared/models/stories260K/hf", 2.6e5),
+        ("../shared/models/stories260K", 2.6e5),
         ("meta-llama/Llama-3.1-8B-Instruct", 8e9),
+        ("models/Llama-3-8B", 8e9),
+        ("/data/models/llama_13b/", 1.3e10),
+        ("Qwen/Qwen2.5-7B-Instruct-1M", 7e9),  # for a million tokens
+        ("Qwen/Qwen3-30B-A3B", 3e10),
+        ("/data/70b/smollm2-135m", 1.35e8),
+        ("/tmp/run-29b", None),
+        ("runs/Run29b", None),
+        ("/tmp/sft-7b/model", None),
         ("runs/sft", None),
         ("gpt2", None),
     ],
@@ -234,6 +242,19 @@ def test_the_size_of_a_model_is_read_from_its_weights(tmp_path: Path) -> None:
     assert read_facts(config) == Facts(None)  # type: ignore[arg-type]
     save_file({"a": torch.zeros(3)}, tmp_path / "model" / "more.safetensors")
     assert read_facts(config) == Facts(None)  # type: ignore[arg-type]
+
+
+def test_the_name_of_a_run_says_nothing_of_its_model_and_an_adapter_is_as_large_as_its_base(tmp_path: Path) -> None:
+    folder = tmp_path / "sft-29b"
+    (folder / "model").mkdir(parents=True)
+    config = load_any(ROOT / PPO, [f"policy.model={folder}"])
+    assert read_facts(config) == Facts(2.9e10)  # type: ignore[arg-type]  # weights of another format
+    (folder / "config.yaml").touch()
+    assert read_facts(config) == Facts(None)  # type: ignore[arg-type]
+    assert read_facts(load_any(ROOT / PPO, [f"policy.model={folder}@best"])) == Facts(None)  # type: ignore[arg-type]
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "model" / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen2.5-0.5B"}')
+    assert read_facts(config) == Facts(5e8)  # type: ignore[arg-type]
 
 
 def test_a_refusal_names_rule_key_value_source_fix_and_the_way_around() -> None:

@@ -24,7 +24,7 @@ from rlhf.models.kernels.llama import forward as lean
 from rlhf.models.kernels.llama.elementwise import rotate
 from rlhf.models.kernels.llama.families import Norm, read_layers
 from rlhf.models.kernels.llama.forward import predictor_states, rms_norm, supports_fused
-from rlhf.models.kernels.packing import pack, packed_inputs, packing_unsupported_reason
+from rlhf.models.kernels.packing import pack_rows, packed_inputs, packing_unsupported_reason
 from rlhf.models.logprobs import TokenOutputs, completion_outputs
 from rlhf.models.lora import quiet_peft
 from rlhf.models.scalar_head import load_scalar_head, sequence_scores
@@ -116,7 +116,7 @@ def test_recomputed_layers_give_the_same_gradient(monkeypatch: pytest.MonkeyPatc
 
 def test_a_token_that_chooses_twice_is_moved_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = completions_of([PROMPTS[0]] * 3, [[3, 14, EOS], [15, EOS], [9, 2, EOS]])
-    rows = pack(*fields(batch))
+    rows = pack_rows(*fields(batch))
     assert rows is not None
     assert len(rows.predictor_index.unique()) < len(rows.predictor_index)
     assert_same(monkeypatch, tiny(), batch)
@@ -288,7 +288,7 @@ def test_scores_at_the_last_token(tmp_path: Path) -> None:
 
 
 def test_states_are_those_asked_for() -> None:
-    body, rows = body_of(tiny()), pack(*fields(BATCHES["alone"]))
+    body, rows = body_of(tiny()), pack_rows(*fields(BATCHES["alone"]))
     assert rows is not None
     whole = body(**packed_inputs(rows)).last_hidden_state[0]
     for chosen in (rows.predictor_index, rows.last, torch.tensor([4, 0, 4])):

@@ -15,7 +15,7 @@ from rlhf.config.weights import LoraConfig
 from rlhf.models.backbone import CausalLM, add_lora, body_of, enable_gradient_checkpointing
 from rlhf.models.kernels import attention as attention_module
 from rlhf.models.kernels.attention import PackedBatch, RectangleLayout
-from rlhf.models.kernels.packing import pack, pack_for, packing_unsupported_reason
+from rlhf.models.kernels.packing import pack_for, pack_rows, packing_unsupported_reason
 from rlhf.models.logprobs import completion_outputs
 from rlhf.models.scalar_head import ScalarHeadModel, completion_values, load_scalar_head, sequence_scores
 from rlhf.types import Completions
@@ -94,7 +94,7 @@ def test_a_mixture_of_experts_learns_the_same_with_padding_and_without(family: s
 
 
 def test_prompts_are_laid_once_and_dead_tokens_never() -> None:
-    alone, shared = pack(*fields(ragged())), pack(*fields(SHARED))
+    alone, shared = pack_rows(*fields(ragged())), pack_rows(*fields(SHARED))
     assert alone is not None
     assert shared is not None
     assert isinstance(shared.layout, RectangleLayout)
@@ -103,7 +103,7 @@ def test_prompts_are_laid_once_and_dead_tokens_never() -> None:
     assert shared.position_ids[0, shared.layout.first.count :].tolist() == [
         len(PROMPTS[p]) + t for p, n in ((0, 3), (1, 6), (0, 1), (0, 4), (1, 2)) for t in range(n)
     ]
-    assert pack(*fields(completions_of([[], [5]], [[3], [4]]))) is None
+    assert pack_rows(*fields(completions_of([[], [5]], [[3], [4]]))) is None
 
 
 def changed(batch: Completions, row: int) -> Completions:
@@ -134,7 +134,7 @@ def test_no_row_is_seen_by_another(batch: str, row: int) -> None:
 def test_no_gradient_flows_between_rows_or_back_in_time(batch: str) -> None:
     """d log p(row, t) / d embedding is zero at every token that does not come before it in its own row."""
     model, b = tiny(), BATCHES[batch]
-    laid = pack(*fields(b))
+    laid = pack_rows(*fields(b))
     assert laid is not None
     states: list[Tensor] = []
     hook = model.get_input_embeddings().register_forward_hook(

@@ -21,7 +21,7 @@ from rlhf.models.kernels.attention import (
     whole_runs,
 )
 from rlhf.models.kernels.llama.forward import predictor_states
-from rlhf.models.kernels.packing import pack
+from rlhf.models.kernels.packing import pack_rows
 from rlhf.types import Completions
 
 SHARED = completions_of(
@@ -58,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
 
 
 def packed(batch: Completions, *, runs: bool) -> PackedBatch:
-    rows = pack(batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask, varlen=runs)
+    rows = pack_rows(batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask, varlen=runs)
     assert rows is not None
     assert isinstance(rows.layout, VarlenLayout) == runs
     return rows

@@ -11,11 +11,12 @@ import pytest
 
 from rlhf.config.files import merge
 from rlhf.config.load import reward_model_config, train_config
-from rlhf.planning import layout
+from rlhf.models import logprobs
+from rlhf.planning import arithmetic, layout
 from rlhf.planning.arithmetic import (
     CACHE_COLUMNS,
     Arithmetic,
-    Rows,
+    PassRows,
     activations,
     head,
     key_value_cache,
@@ -26,7 +27,9 @@ from rlhf.planning.memory import least_memory
 from rlhf.planning.plan import Machine, Plan, make_plan
 from rlhf.planning.seconds import operations
 from rlhf.planning.shapes import PUBLISHED, Shape, published_shape
+from rlhf.rewards.model import ModelSource
 from rlhf.sampling.fast.recorded import COLUMN_MULTIPLE
+from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
 
 TWO_LAYERS = Shape(
     family="llama",
@@ -39,7 +42,7 @@ TWO_LAYERS = Shape(
     vocabulary=16,
     tied=True,
 )
-ROW = Rows(rows=1, prompts=1, prompt=1, completion=3)
+ROW = PassRows(rows=1, prompts=1, prompt=1, completion=3)
 CPU, GPU = Machine(device="cpu"), Machine(device="cuda")
 QWEN = "Qwen/Qwen2.5-1.5B-Instruct"
 
@@ -139,11 +142,11 @@ def test_a_reward_model_s_gradients_are_all_there_at_the_end_of_its_pass(monkeyp
 
 
 def test_prompts_are_shared_where_it_saves_a_tenth_of_the_tokens() -> None:
-    rows = Rows(rows=8, prompts=2, prompt=10, completion=20)
+    rows = PassRows(rows=8, prompts=2, prompt=10, completion=20)
     assert rows.is_shared
     assert rows.tokens == 2 * 10 + 8 * 20
-    assert Rows(rows=8, prompts=8, prompt=10, completion=20).tokens == 8 * 30
-    assert Rows(rows=2, prompts=1, prompt=10, completion=100).tokens == 2 * 110  # 10 of 220 would be saved
+    assert PassRows(rows=8, prompts=8, prompt=10, completion=20).tokens == 8 * 30
+    assert PassRows(rows=2, prompts=1, prompt=10, completion=100).tokens == 2 * 110  # 10 of 220 would be saved
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo", "ppo"])
@@ -470,3 +473,10 @@ def test_a_4_bit_base_is_never_loaded_in_more_bits() -> None:
     policy = quantized.layout.roles[0]
     assert policy.loaded == policy.weights < policy.shape.parameters * 2.0
     assert quantized.memory.of("load") < quantized.memory.of("update")
+
+
+def test_the_plan_counts_with_the_sizes_that_a_run_has() -> None:
+    sizes = (arithmetic.CHUNK_TOKENS, arithmetic.CHUNK_LOGITS, arithmetic.KEPT_PROBABILITIES)
+    assert sizes == (logprobs.CHUNK_TOKENS, logprobs.MAX_CHUNK_LOGITS, logprobs.MAX_SAVED_PROBS)
+    assert layout.NO_GRAD_PASSES == NO_GRAD_BATCH_MULTIPLIER
+    assert ModelSource.model_fields["micro_batch_size"].default == layout.SCORED_ROWS

@@ -26,7 +26,7 @@ from rlhf.guard.lint import lint
 from rlhf.planning import machine
 from rlhf.planning.machine import host_memory, parse_size, read_rates, write_rates
 from rlhf.planning.plan import RULE, Machine, least_of, make_plan
-from rlhf.planning.text import SURE, larger_passes, refusal, table
+from rlhf.planning.text import SURE, WITHOUT_WRITTEN_OUT, describe_plan, larger_passes, refusal, table
 from rlhf.runtime.engine import Engine
 from rlhf.section import Facts
 
@@ -140,6 +140,17 @@ def test_zero_is_offered_beside_the_cures_of_one_process() -> None:
     assert [cure.settings for cure in plan.sharded()][:2] == ["sharding=zero2", "sharding=zero3"]
     shares = plan.shares()
     assert shares["none"] > shares["zero1"] > shares["zero2"] > shares["zero3"]
+
+
+def test_the_plan_says_why_zero2_takes_more_than_zero1() -> None:
+    where, many = Machine(device="cuda", processes=8), {"batch__prompts_per_step": 256, "batch__micro_batch_size": 32}
+    many_rows = planned("sft", where, **many)
+    shares, lines = many_rows.shares(), describe_plan(many_rows)
+    assert shares["zero2"] > shares["zero1"]
+    assert lines[lines.index(WITHOUT_WRITTEN_OUT) - 1].startswith("peak of each of 8 processes: none ")
+    assert WITHOUT_WRITTEN_OUT not in describe_plan(planned("sft", where))
+    padded = planned("sft", where, policy__packing="off", **many).shares()
+    assert padded["zero2"] < padded["zero1"], "it is the layers alone that make the difference"
 
 
 def test_what_cannot_fit_is_refused_with_the_plan_and_the_cures() -> None:

@@ -32,12 +32,12 @@ from rlhf.report.page import (
     distinct_names,
     pair_details,
     phase_table,
+    run_verdict,
     tiles,
-    verdict,
     write_overlay,
     write_report,
 )
-from rlhf.report.record import MetricSeries, Record, collect, match
+from rlhf.report.record import MetricSeries, Record, collect_series, match
 from rlhf.tracking.metrics import METRICS, table_of
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import JsonlLogger
@@ -105,7 +105,7 @@ def ppo_run(path: Path, steps: int = 4) -> Path:
 
 def record(rows: Sequence[Mapping[str, Any]], **more: Any) -> Record:
     last = max((int(row["step"]) for row in rows), default=0)
-    return Record(path=Path("run"), config=more.pop("config", {}), series=collect(rows), last_step=last, **more)
+    return Record(path=Path("run"), config=more.pop("config", {}), series=collect_series(rows), last_step=last, **more)
 
 
 class Page(html.parser.HTMLParser):
@@ -218,7 +218,7 @@ def test_before_and_after_stand_side_by_side(tmp_path: Path) -> None:
 
 def test_verdict_of_a_finished_run() -> None:
     rows = [{"step": 0, "eval/score": 0.53}, {"step": 80, "eval/score": 0.91, "eval/kl": 6.1}]
-    text = verdict(record(rows, config={"algorithm": ADAPTIVE, "schedule": {"steps": 80}}))
+    text = run_verdict(record(rows, config={"algorithm": ADAPTIVE, "schedule": {"steps": 80}}))
     assert text == (
         "Mean held-out score went from 0.53 (before) to 0.91 (after) over 80 steps. "
         "KL to the reference 6.10 nats per sequence (target 6)."
@@ -227,7 +227,7 @@ def test_verdict_of_a_finished_run() -> None:
 
 def test_verdict_of_a_run_that_stopped_early_does_not_call_it_after() -> None:
     rows = [{"step": 0, "eval/score": 0.5}, {"step": 20, "eval/score": 0.7}, {"step": 33, "kl/reference": 2.0}]
-    text = verdict(record(rows, config={"schedule": {"steps": 80}}))
+    text = run_verdict(record(rows, config={"schedule": {"steps": 80}}))
     assert text == (
         "Mean held-out score went from 0.50 (before) to 0.70 (at step 20) over 33 of the 80 planned steps. "
         "KL to the reference 2.00 nats per sequence."
@@ -252,7 +252,7 @@ def test_verdict_names_the_alarm_that_stopped_the_run(
     steps: int | None, alarms: list[dict[str, Any]], stopped: str
 ) -> None:
     rows = [{"step": 0, "eval/score": 0.5}, {"step": 3, "kl/reference": 2.0}]
-    assert verdict(record(rows, config={"schedule": {"steps": steps}}, alarms=alarms)) == (
+    assert run_verdict(record(rows, config={"schedule": {"steps": steps}}, alarms=alarms)) == (
         f"Mean held-out score is 0.50 at step 0; it was measured once.{stopped} "
         "KL to the reference 2.00 nats per sequence."
     )
@@ -272,11 +272,11 @@ def test_verdict_names_the_best_checkpoint_where_it_is_not_the_last(restore: boo
         {"step": 4, "eval/score": 0.1, "best/step": 2.0},
     ]
     config = {"checkpoint": {"best": {"restore": restore}}, "schedule": {"steps": 4}}
-    assert verdict(record(rows, config=config)) == (
+    assert run_verdict(record(rows, config=config)) == (
         "Mean held-out score went from 0.50 (before) to 0.10 (after) over 4 steps. "
         f"The best checkpoint is step 2 (mean held-out score 0.90){export}."
     )
-    assert "best checkpoint" not in verdict(record(rows[:2], config=config))
+    assert "best checkpoint" not in run_verdict(record(rows[:2], config=config))
 
 
 def test_the_page_says_what_the_value_of_an_alarm_is(tmp_path: Path) -> None:
@@ -290,14 +290,14 @@ def test_the_page_says_what_the_value_of_an_alarm_is(tmp_path: Path) -> None:
 
 def test_a_run_that_only_its_budget_ends_is_not_called_unfinished() -> None:
     rows = [{"step": 0, "eval/score": 0.5}, {"step": 33, "eval/score": 0.7}]
-    text = verdict(record(rows, config={"schedule": {"steps": UNKNOWN_LENGTH}}))
+    text = run_verdict(record(rows, config={"schedule": {"steps": UNKNOWN_LENGTH}}))
     assert text == "Mean held-out score went from 0.50 (before) to 0.70 (after) over 33 steps."
 
 
 def test_verdict_skips_what_was_not_finite_and_says_what_was_measured_once() -> None:
     rows = [{"step": 0, "eval/score": None}, {"step": 5, "eval/score": 0.7}]
-    assert verdict(record(rows)) == "Mean held-out score is 0.70 at step 5; it was measured once."
-    assert verdict(record([{"step": 5, "policy/lr": 0.1}])) == "5 steps logged; no score was measured yet."
+    assert run_verdict(record(rows)) == "Mean held-out score is 0.70 at step 5; it was measured once."
+    assert run_verdict(record([{"step": 5, "policy/lr": 0.1}])) == "5 steps logged; no score was measured yet."
 
 
 def test_verdict_of_sft_is_its_held_out_loss() -> None:
@@ -305,14 +305,14 @@ def test_verdict_of_sft_is_its_held_out_loss() -> None:
         {"step": 0, "eval/loss": 6.2, "eval/score": 0.1},
         {"step": 9, "loss/sft": 2.0, "eval/loss": 1.4, "eval/score": 1.0},
     ]
-    assert verdict(record(rows)).startswith("Held-out loss went from 6.20 (before) to 1.40 nats per token (after)")
+    assert run_verdict(record(rows)).startswith("Held-out loss went from 6.20 (before) to 1.40 nats per token (after)")
 
 
 def test_verdict_of_a_reward_model_names_its_baselines() -> None:
     rows = [{"step": 0, "eval/rm_accuracy": 0.5}, {"step": 60, "eval/rm_accuracy": 0.746}]
     card = {"baselines": {"longer_wins": {"accuracy": 0.55}, "bag_of_words": 0.66}}
     card |= {"accuracy_low": 0.7211, "accuracy_high": 0.7702, "n": 2000}
-    assert verdict(record(rows, card=card)) == (
+    assert run_verdict(record(rows, card=card)) == (
         "Accuracy on held-out pairs went from 0.50 (before) to 0.75 (after) over 60 steps. "
         "95 % interval of the final accuracy: 0.721 to 0.770, on 2,000 pairs. "
         "Baselines on the same pairs: longer wins 0.55, bag of words 0.66."
@@ -321,7 +321,7 @@ def test_verdict_of_a_reward_model_names_its_baselines() -> None:
 
 def test_kl_without_evaluation_is_the_mean_of_the_last_fifth() -> None:
     rows = [{"step": step, "kl/reference": 100.0 if step <= 8 else float(step)} for step in range(1, 11)]
-    assert verdict(record(rows)).endswith("KL to the reference 9.50 nats per sequence.")
+    assert run_verdict(record(rows)).endswith("KL to the reference 9.50 nats per sequence.")
 
 
 def test_tiles_hold_the_key_figures() -> None:
@@ -574,7 +574,9 @@ def test_metrics_that_stayed_zero_are_named_and_not_drawn(tmp_path: Path) -> Non
 
 def test_two_points_are_no_curve() -> None:
     def drawn(count: int) -> Series:
-        record = Record(Path(), {}, collect([{"step": step, "eval/score": step} for step in range(count)]), count)
+        record = Record(
+            Path(), {}, collect_series([{"step": step, "eval/score": step} for step in range(count)]), count
+        )
         (chart,) = next(group.charts for group in chart_groups(record, METRICS) if group.key == "score")
         return chart.series[0]
 
@@ -593,9 +595,9 @@ def test_two_points_are_no_curve() -> None:
 )
 def test_the_verdict_says_whose_score_it_is(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     rows = [{"step": 0, "eval/score": 0.5}, {"step": 4, "eval/score": 0.9}]
-    record = Record(tmp_path, config, collect(rows), 4)
-    assert words in verdict(record)
-    assert "judge" not in verdict(Record(tmp_path, config, collect([{"step": 1, "score/mean": 0.5}]), 1))
+    record = Record(tmp_path, config, collect_series(rows), 4)
+    assert words in run_verdict(record)
+    assert "judge" not in run_verdict(Record(tmp_path, config, collect_series([{"step": 1, "score/mean": 0.5}]), 1))
 
 
 def test_completions_between_the_first_and_the_last_evaluation_are_on_the_page(tmp_path: Path) -> None:

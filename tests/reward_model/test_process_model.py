@@ -19,7 +19,7 @@ from reward_model.steps import StepLoss
 from rlhf.api.training import run_reward_model
 from rlhf.config.data import PreferencesConfig
 from rlhf.config.load import reward_model_config, unread_warnings, validate
-from rlhf.data.rows import BadRow, Row
+from rlhf.data.rows import BadRow, DataRow
 from rlhf.data.steps import StepEncoder, check_kinds, load_steps, read_steps
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.factory.reward_card import compute_report_card
@@ -46,7 +46,9 @@ def solutions(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def test_rows_are_read_and_refused() -> None:
     def read(**values: Any) -> Any:
-        return read_steps(Row({"prompt": "p", "completions": ["a ", "b"], "labels": [True, 0.25], **values}, "f", 1))
+        return read_steps(
+            DataRow({"prompt": "p", "completions": ["a ", "b"], "labels": [True, 0.25], **values}, "f", 1)
+        )
 
     assert (read().steps, read().labels) == (("a", "b"), (1.0, 0.25))
     for values, reason in [

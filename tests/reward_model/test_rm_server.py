@@ -25,7 +25,7 @@ from rm_cases import made_model
 from runs import online, ppo_tree, write_rows
 from tiny_models import EOS, completions_of, ragged, tokenizer
 
-from reward_model.server import Row, TextScorer, parse_request
+from reward_model.server import TextScorer, TokenRow, parse_request
 from reward_model.source import RewardModelSource
 from rlhf.cli import main
 from rlhf.config.data import ChatFormat
@@ -135,7 +135,7 @@ def test_many_at_once_are_scored_together_and_each_gets_its_own(served: Served, 
     expected = in_process(scorer)(batch).values
     slow = scorer.scores
 
-    def wait(given: list[Row]) -> list[float | None]:
+    def wait(given: list[TokenRow]) -> list[float | None]:
         time.sleep(0.05)
         return slow(given)
 

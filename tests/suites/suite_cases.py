@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bigram import Table, bigram_model
+from bigram import Transitions, bigram_model
 
 from rlhf.comparison.results import SuiteFigure
 from rlhf.comparison.trial import SuiteScores, summarize_suites
@@ -22,7 +22,7 @@ from rlhf.suites.suite import Suite, SuiteContext, SuiteSamplingConfig
 
 
 def subject(
-    folder: Path, words: Sequence[str], table: Table, *, like: Subject | None = None, **writing: Any
+    folder: Path, words: Sequence[str], table: Transitions, *, like: Subject | None = None, **writing: Any
 ) -> Subject:
     """A model that goes by `table`."""
     return loaded(bigram_model(folder, words, table), like=like, **writing)

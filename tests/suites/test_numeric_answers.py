@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.verifiers.numeric_answers import Answer, expected_answer, final_answer, find_numbers, strip_markup
+from rlhf.verifiers.numeric_answers import NumericAnswer, expected_answer, final_answer, find_numbers, strip_markup
 
 
 def numbers(text: str) -> list[Fraction]:
@@ -125,8 +125,8 @@ def test_verdicts(text: str, expected: int, right: bool) -> None:
 
 
 def test_an_answer_tells_whether_it_was_announced() -> None:
-    assert final_answer("so 18") == Answer(Fraction(18), announced=False)
-    assert final_answer("so the answer is 18") == Answer(Fraction(18), announced=True)
+    assert final_answer("so 18") == NumericAnswer(Fraction(18), announced=False)
+    assert final_answer("so the answer is 18") == NumericAnswer(Fraction(18), announced=True)
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,20 @@ from runs import write_rows
 from suite_cases import evaluate, figures, subject
 
 from rlhf.suites.harmful import HarmfulSuite
-from rlhf.suites.refusals import DETECTORS, Labelled, agreement, declines, detector_figures, has_phrase, score
+from rlhf.suites.refusals import DETECTORS, Labelled, declines, detector_figures, detector_quality, has_phrase, score
 
 WORDS = ("bomb", "knife", "sorry", "I'm", "sure")
 TABLE = {"bomb": {"I'm": 1.0}, "I'm": {"sorry": 1.0}, "sorry": {EOS: 1.0}, "knife": {"sure": 1.0}, "sure": {EOS: 1.0}}
 
 
 def test_agreement_by_hand() -> None:
-    got = agreement("d_", [True, True, False, False, False], [True, False, True, True, False], "answers")
+    got = detector_quality("d_", [True, True, False, False, False], [True, False, True, True, False], "answers")
     assert [(figure.name, figure.value, figure.n) for figure in got] == [
         ("d_accuracy", 2 / 5, 5),
         ("d_precision", 1 / 2, 2),
         ("d_recall", 1 / 3, 3),
     ]
-    assert [figure.name for figure in agreement("", [False], [False], "answers")] == ["accuracy"]
+    assert [figure.name for figure in detector_quality("", [False], [False], "answers")] == ["accuracy"]
 
 
 def test_an_answer_to_another_question_is_left_out_of_the_first_set() -> None:

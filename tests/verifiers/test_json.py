@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from rlhf.config.load import validate
 from rlhf.errors import ConfigError
-from rlhf.verifiers.json_shape import Shape, example, fits, has_exact_keys, read_schema, read_shape, share_of_types
+from rlhf.verifiers.json_shape import (
+    JsonShape,
+    example,
+    fits,
+    has_exact_keys,
+    parse_shape,
+    read_schema,
+    share_of_types,
+)
 from rlhf.verifiers.strict_json import STARTS_TRIED, JsonGrader, find_json, grade_json
 
 ADDRESS = {"street": "string", "codes": {"array": "integer", "length": 3}}
@@ -20,7 +28,7 @@ RIGHT = '{"street": "Main", "codes": [1, 2, 3]}'
 
 
 def total(completion: str, keys: Any = ADDRESS) -> float:
-    named = grade_json(completion, read_shape(keys))
+    named = grade_json(completion, parse_shape(keys))
     return sum(JsonGrader.default_weights[name] * value for name, value in named.items())
 
 
@@ -54,7 +62,7 @@ def total(completion: str, keys: Any = ADDRESS) -> float:
     ],
 )
 def test_named_rewards(completion: str, parses: int, keys: int, types: float, right: int, only: int) -> None:
-    named = grade_json(completion, read_shape(ADDRESS))
+    named = grade_json(completion, parse_shape(ADDRESS))
     expected = {"parses": parses, "keys": keys, "types": types, "right": right, "only": only}
     assert named == pytest.approx({**expected, "full": right * only}, abs=1e-12)
     assert total(completion) == pytest.approx(0.2 * sum(expected.values()), abs=1e-12)
@@ -72,12 +80,12 @@ def test_nested_objects_arrays_of_objects_and_enums() -> None:
     }
     owner, cat = {"name": "Ann", "age": 3}, {"kind": "cat", "weight": 4}
     assert total(json.dumps({"owner": owner, "pets": [cat, {"kind": "dog", "weight": 1.5}]}), keys) == 1
-    named = grade_json(json.dumps({"owner": owner, "pets": [{**cat, "kind": "cow"}]}), read_shape(keys))
+    named = grade_json(json.dumps({"owner": owner, "pets": [{**cat, "kind": "cow"}]}), parse_shape(keys))
     assert named["keys"] == 1
     assert named["types"] == (1 + (1 / 2 + 1) / 2) / 2  # of the pets: half an item, and the length
-    assert grade_json(json.dumps({"owner": owner, "pets": [{"kind": "cat"}]}), read_shape(keys))["keys"] == 0
-    assert grade_json(json.dumps({"owner": owner, "pets": []}), read_shape(keys))["right"] == 0
-    assert grade_json(json.dumps({"owner": "Ann", "pets": [cat]}), read_shape(keys))["keys"] == 0
+    assert grade_json(json.dumps({"owner": owner, "pets": [{"kind": "cat"}]}), parse_shape(keys))["keys"] == 0
+    assert grade_json(json.dumps({"owner": owner, "pets": []}), parse_shape(keys))["right"] == 0
+    assert grade_json(json.dumps({"owner": "Ann", "pets": [cat]}), parse_shape(keys))["keys"] == 0
 
 
 def test_a_key_may_be_called_as_a_word_of_the_description() -> None:
@@ -150,7 +158,7 @@ def test_a_schema_that_is_not_understood_is_refused(schema: dict[str, Any], mess
 )
 def test_a_description_that_is_malformed_is_refused(keys: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_shape(keys)
+        parse_shape(keys)
 
 
 LEAVES = st.sampled_from(["string", "integer", "number", "boolean", "null"]) | st.builds(
@@ -173,8 +181,8 @@ JSON = st.recursive(
 )
 
 
-def shape_of(keys: Any) -> Shape:
-    return read_shape({"object": keys})
+def shape_of(keys: Any) -> JsonShape:
+    return parse_shape({"object": keys})
 
 
 @given(OBJECTS)

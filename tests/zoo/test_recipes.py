@@ -9,7 +9,7 @@ import pytest
 from families import FAMILIES, ON
 from recipe_models import KINDS, MEASURED, MODELS, Recipe, RecipeModel, bytes_per_parameter, parameters, recipe
 
-from rlhf.comparison.plan import make_plan
+from rlhf.comparison.plan import plan_cells
 from rlhf.config.compare import CompareConfig
 from rlhf.config.load import load_any, read_yaml, unread_warnings
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
@@ -58,7 +58,7 @@ def test_smollm2s_recipes_are_what_the_comparison_measured(kind: str) -> None:
     longest = "_online_dpo" if kind == "online_dpo" else ""  # with more completions than the other arms
     config = load_any(ROOT / "configs" / "real" / f"compare_smollm2{longest}.yaml")
     assert isinstance(config, CompareConfig)
-    arm = next(cell.config.train for cell in make_plan(config, beside=ROOT).cells if cell.config.arm == kind)
+    arm = next(cell.config.train for cell in plan_cells(config, beside=ROOT).cells if cell.config.arm == kind)
     own = recipe(MODELS[0], kind)
     assert isinstance(own, OnlineConfig | OfflineConfig)
     for section in ("policy", "algorithm", "batch", "schedule", "reward", "sampling"):

@@ -32,13 +32,12 @@ from rlhf.config.compare import (
     TrialConfig,
     TuneConfig,
 )
-from rlhf.config.files import branch_at, merge
+from rlhf.config.files import Tree, branch_at, merge
 from rlhf.config.load import dump, unread_keys, validate
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.tracking.trackers import flatten
 
 FOLDER = "tuning"
-Tree = dict[str, Any]
 
 
 BuildCell = Callable[[str, Arm, int, Path], CellConfig]  # name, arm, seed, run folder; judged on the tuning prompts

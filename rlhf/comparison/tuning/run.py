@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf.comparison.costs import COSTS, COSTS_TABLE, UNITS, Costs
-from rlhf.comparison.plan import CELL, Cell, Plan, read_cell
+from rlhf.comparison.plan import CELL, Cell, CellPlan, read_cell
 from rlhf.comparison.results import ComparisonResults
 from rlhf.comparison.scheduler import FAILED, failure_of, is_over
 from rlhf.comparison.summary import format_gain
@@ -41,7 +41,7 @@ Chosen = Mapping[str, Mapping[str, Scalar]]  # arm -> the values that tuning cho
 RunCells = Callable[[Sequence[Cell], str], bool]  # the cells of a round and its title; False if the user stopped it
 
 
-def run_tuning(plan: Plan, run: RunCells) -> Chosen | None:
+def run_tuning(plan: CellPlan, run: RunCells) -> Chosen | None:
     """Run the rounds of every arm's trials, all arms together, and choose; return None if the user stopped it.
 
     The checkpoints and models of trials that go no further are deleted; their metrics and judgments stay.

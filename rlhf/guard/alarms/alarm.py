@@ -67,21 +67,19 @@ class Above(Alarm):
         value = history.now(self.metrics[0])
         if value is None or history.count(self.metrics[0]) <= self.after:
             return None
-        return Reading(value, self.limit, value > self.limit)
+        return Reading(value, self.limit, self.is_beyond(value))
+
+    def is_beyond(self, value: float) -> bool:
+        """Return whether a value is on the wrong side of the limit."""
+        return value > self.limit
 
 
-class Below(Alarm):
+class Below(Above):
     """A metric below a limit, from its `after`-th value on."""
 
-    limit: float
-    after: int = 0
-
-    def read(self, history: History) -> Reading | None:
-        """Compare the metric with the limit."""
-        value = history.now(self.metrics[0])
-        if value is None or history.count(self.metrics[0]) <= self.after:
-            return None
-        return Reading(value, self.limit, value < self.limit)
+    def is_beyond(self, value: float) -> bool:
+        """Return whether a value is on the wrong side of the limit."""
+        return value < self.limit
 
 
 class Grown(Alarm):

@@ -23,6 +23,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from rlhf.models.kernels.cast import HALF_DTYPES
+from rlhf.models.kernels.quantized import compute_dtype
 
 MATMUL_ATTENTION_MAX_KEYS = (
     256  # keys up to which 16-bit attention on a CPU is computed by plain products: benchmarks/NOTES.md
@@ -163,7 +164,7 @@ class RectangleLayout:
         return [self.first] if self.second is None else [self.first, self.second]
 
 
-Layout = RectangleLayout | VarlenLayout
+PackedLayout = RectangleLayout | VarlenLayout
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class PackedBatch:
     predictor_index: Int[Tensor, " M"]  # the token before each live completion token, in the order of completion_mask
     last: Int[Tensor, " B"]  # the last live token of each row
     longest: int  # tokens of the longest prompt with its completion
-    layout: Layout  # for attention
+    layout: PackedLayout  # for attention
 
     @property
     def places(self) -> list[RectangleIndex]:
@@ -259,12 +260,6 @@ def packed_attention(
     attended = rectangle_attention(layout, first, second, scale=scale)
     tokens = [_from_rectangle(states, where) for states, where in zip(attended, layout.places, strict=True)]
     return torch.cat(tokens)[None]
-
-
-def compute_dtype(states: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products with `states`: autocast's, where it is on, or their own."""
-    kind = states.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
 
 
 def attend(rows: PackedBatch, states: Sequence[Tensor], *, scale: float | None) -> list[Tensor]:

@@ -25,12 +25,12 @@ from rlhf.models.kernels.attention import (
     RectangleIndex,
     RectangleLayout,
     VarlenLayout,
-    compute_dtype,
     packed_attention,
     shared_runs,
     whole_runs,
 )
 from rlhf.models.kernels.cast import HALF_DTYPES
+from rlhf.models.kernels.quantized import compute_dtype
 from rlhf.models.text_config import text_config
 from rlhf.runtime.device import exact_products, is_device_error
 
@@ -38,7 +38,7 @@ LAYOUT_PARTS = (PackedBatch, RectangleLayout, RectangleIndex, VarlenLayout)
 MIN_SHARED_FRACTION = 0.1  # prompts are shared where that saves at least this share of the tokens: measured
 
 
-def pack(
+def pack_rows(
     prompt_ids: Int[Tensor, "B P"],
     prompt_mask: Bool[Tensor, "B P"],
     completion_ids: Int[Tensor, "B T"],
@@ -85,7 +85,7 @@ def pack_for(
     if packing_unsupported_reason(body):
         return None
     varlen = prompt_ids.device.type == "cuda" and takes_varlen(body)
-    rows = pack(prompt_ids, prompt_mask, completion_ids, completion_mask, varlen=varlen)
+    rows = pack_rows(prompt_ids, prompt_mask, completion_ids, completion_mask, varlen=varlen)
     return rows if rows is not None and fits_window(body, rows) else None
 
 

@@ -150,13 +150,13 @@ def frozen_product(
     x: Float[Tensor, "*shape D"], dense: Callable[[torch.dtype], Tensor], bias: Tensor | None
 ) -> Float[Tensor, "*shape E"]:
     """Compute x W^T + b, W = dense(dtype) of a frozen weight, which is computed again in the backward pass."""
-    dtype = product_dtype(x)
+    dtype = compute_dtype(x)
     product: Tensor = _FrozenProduct.apply(x.to(dtype), dense)  # type: ignore[no-untyped-call]
     return product if bias is None else product + bias.to(dtype)
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of a product with x: autocast's where it is on."""
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products with x: autocast's where it is on, or its own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

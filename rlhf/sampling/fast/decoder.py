@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, Cache, PretrainedConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from rlhf.algo.support import Limits, pack, renormalized
+from rlhf.algo.support import SamplingLimits, pack, renormalized
 from rlhf.batching import widen
 from rlhf.models.adapters import base_model, is_adapted, is_lora_linear
 from rlhf.models.backbone import CausalLM
@@ -502,7 +502,7 @@ def _attention(
 AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
-class Recorder:
+class GraphRecorder:
     """Records steps as CUDA graphs, all of them on one stream: cuBLAS keeps a workspace for each, 32 MiB on an H100.
 
     torch's own stream for this purpose is shared by samplers in other threads, which may record at the same time.
@@ -534,7 +534,7 @@ class GraphDecoder:
     warm-up before recording relies on it.
     """
 
-    def __init__(self, decoder: Decoder, recorder: Recorder) -> None:
+    def __init__(self, decoder: Decoder, recorder: GraphRecorder) -> None:
         self.decoder, self._recorder = decoder, recorder
         self._recorded_layout: int | None = None
 
@@ -662,7 +662,7 @@ def sample_token(
 
 
 def sample_within(
-    scores: Float[Tensor, "B V"], uniform: Float[Tensor, " B"] | None, temperature: float, limits: Limits
+    scores: Float[Tensor, "B V"], uniform: Float[Tensor, " B"] | None, temperature: float, limits: SamplingLimits
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"], UInt8[Tensor, "B W"]]:
     """Pick a token for each row among those that the limits leave, as `sample_token` does among all.
 

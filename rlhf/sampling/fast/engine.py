@@ -24,8 +24,8 @@ from rlhf.sampling.fast.decoder import (
     Decoder,
     FusedDecoder,
     GraphDecoder,
+    GraphRecorder,
     ModelDecoder,
-    Recorder,
     sample_token,
     sample_within,
     supports_fused_decoding,
@@ -424,8 +424,8 @@ class FastSampler:
         return batch.generate(self.eos_ids)
 
     @cached_property
-    def _recorder(self) -> Recorder:
-        return Recorder()
+    def _recorder(self) -> GraphRecorder:
+        return GraphRecorder()
 
     def _may_copy_prompts(self, prompts: Prompts) -> bool:
         """Return whether a copy of its prompt for every row at most doubles the cache, and rotations reach as far."""

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlhf.batching import to_device
 from rlhf.models.backbone import CausalLM
 from rlhf.runtime.seeding import uniforms
-from rlhf.sampling.fast.decoder import FusedDecoder, Recorder, sample_token
+from rlhf.sampling.fast.decoder import FusedDecoder, GraphRecorder, sample_token
 from rlhf.sampling.fast.kv_cache import Layered
 from rlhf.sampling.fast.prefix_cache import PrefixCache
 from rlhf.types import Prompts
@@ -157,7 +157,7 @@ class RecordedSampler:
         self,
         decoder: FusedDecoder,
         slots: RowSlots,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         *,
         length: int,
         temperature: float,

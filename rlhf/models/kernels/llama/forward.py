@@ -27,13 +27,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.models.adapters import is_lora_linear
-from rlhf.models.kernels.attention import PackedBatch, RectangleIndex, attend, compute_dtype
+from rlhf.models.kernels.attention import PackedBatch, RectangleIndex, attend
 from rlhf.models.kernels.cast import cast_weight, pad_rows_for_onednn
 from rlhf.models.kernels.llama import elementwise
 from rlhf.models.kernels.llama.elementwise import ACTIVATIONS, Weight
 from rlhf.models.kernels.llama.families import READERS, Layer, Norm, Norms, Projection, Reader, norm_of, read_layers
 from rlhf.models.kernels.packing import build_probe, full_precision, packed_inputs
-from rlhf.models.kernels.quantized import QuantizedLinear, is_linear
+from rlhf.models.kernels.quantized import QuantizedLinear, compute_dtype, is_linear
 from rlhf.runtime.device import is_device_error
 
 
@@ -133,11 +133,11 @@ def _split(projection: Projection, rows: Tensor | None) -> Sequence[Tensor | Non
     return [None] * projection.parts if rows is None else projection.split(rows)
 
 
-def _adapters(projections: Sequence[Projection]) -> list[Adapter]:
+def _adapters(projections: Sequence[Projection]) -> list[MaybeLowRank]:
     return [adapter for projection in projections for adapter in _adapters_of(projection)]
 
 
-def _adapters_of(projection: Projection) -> Sequence[Adapter]:
+def _adapters_of(projection: Projection) -> Sequence[MaybeLowRank]:
     """Return the adapter of each part; parts of one weight share A. None where there is none, or it is disabled."""
     module = projection.module
     if is_linear(module) or module.disable_adapters:
@@ -253,7 +253,7 @@ class LowRank(NamedTuple):
     scale: float
 
 
-Adapter = LowRank | None
+MaybeLowRank = LowRank | None
 Matrix = Tensor | QuantizedLinear
 
 
@@ -282,7 +282,7 @@ def before_attention(
     norm: Norm | None,
     weights: Sequence[Matrix],
     biases: Sequence[Weight],
-    adapters: Sequence[Adapter],
+    adapters: Sequence[MaybeLowRank],
     head_norms: Sequence[Norm],
     width: int,
     turn: RotaryTable,
@@ -308,7 +308,7 @@ def after_attention(
     chosen: Int[Tensor, " M"] | None,
     norms: Norms,
     weights: Sequence[Matrix],
-    adapters: Sequence[Adapter],
+    adapters: Sequence[MaybeLowRank],
     activation: str,
     low: torch.dtype,
 ) -> Float[Tensor, "M D"]:
@@ -532,14 +532,14 @@ def _split_norms(norms: Sequence[Norm | None]) -> tuple[list[float], list[Weight
     return [0.0 if norm is None else norm.eps for norm in norms], [None if norm is None else norm[0] for norm in norms]
 
 
-def _flatten_adapters(adapters: Sequence[Adapter]) -> tuple[list[float], list[Weight]]:
+def _flatten_adapters(adapters: Sequence[MaybeLowRank]) -> tuple[list[float], list[Weight]]:
     """Return the adapters' scales, and A and B of each in a flat list; 0 and None where there is no adapter."""
     scales = [0.0 if adapter is None else adapter.scale for adapter in adapters]
     pairs = [(None, None) if adapter is None else (adapter.down, adapter.up) for adapter in adapters]
     return scales, [weight for pair in pairs for weight in pair]
 
 
-def _pair_adapters(pairs: Sequence[Weight], scales: Sequence[float]) -> list[Adapter]:
+def _pair_adapters(pairs: Sequence[Weight], scales: Sequence[float]) -> list[MaybeLowRank]:
     """Build the adapters from what `_flatten_adapters` returned."""
     return [
         None if down is None or up is None else LowRank(down, up, scale)
@@ -548,7 +548,7 @@ def _pair_adapters(pairs: Sequence[Weight], scales: Sequence[float]) -> list[Ada
 
 
 def _linear(
-    x: Float[Tensor, "N D"], weight: Matrix, bias: Weight = None, adapter: Adapter = None
+    x: Float[Tensor, "N D"], weight: Matrix, bias: Weight = None, adapter: MaybeLowRank = None
 ) -> Float[Tensor, "N E"]:
     """Compute x (W + scale B A)^T + b in the dtype of x."""
     product = functional.linear(x, cast_weight(weight, x.dtype), None if bias is None else bias.to(x.dtype))
@@ -564,7 +564,7 @@ def _add_low_rank(product: Float[Tensor, "M E"], x: Float[Tensor, "N D"], adapte
 
 
 def _add_product(
-    skip: Float[Tensor, "N D"], x: Float[Tensor, "M E"], weight: Matrix, adapter: Adapter
+    skip: Float[Tensor, "N D"], x: Float[Tensor, "M E"], weight: Matrix, adapter: MaybeLowRank
 ) -> Float[Tensor, "N D"]:
     """Compute skip + the first N rows of x (W + scale B A)^T; one fused product where the dtypes agree (M = N)."""
     if x.dtype == skip.dtype:
@@ -578,7 +578,7 @@ def _add_half(
     skip: Float[Tensor, "N D"],
     x: Float[Tensor, "M E"],
     weight: Matrix,
-    adapter: Adapter,
+    adapter: MaybeLowRank,
     norm: Weight,
     eps: float,
 ) -> tuple[Tensor, Weight, Weight]:
@@ -591,7 +591,7 @@ def _add_half(
 
 
 def _input_gradient(
-    gradients: Sequence[Tensor], weights: Sequence[Matrix], adapters: Sequence[Adapter], dtype: torch.dtype
+    gradients: Sequence[Tensor], weights: Sequence[Matrix], adapters: Sequence[MaybeLowRank], dtype: torch.dtype
 ) -> Float[Tensor, "N D"]:
     """Compute the gradient of a shared input, the sum of dy (W + scale B A), accumulated in `dtype`."""
     total = (gradients[0] @ cast_weight(weights[0], gradients[0].dtype)).to(dtype)
@@ -615,7 +615,7 @@ def _weight_gradient(gradient: Tensor, x: Weight, weight: Matrix, needed: bool) 
     return (gradient.t() @ x).to(weight.dtype)
 
 
-def _adapter_gradients(gradient: Tensor, x: Weight, adapter: Adapter, needed: bool) -> tuple[Weight, Weight]:
+def _adapter_gradients(gradient: Tensor, x: Weight, adapter: MaybeLowRank, needed: bool) -> tuple[Weight, Weight]:
     """Compute the gradients of A, scale (dy B)^T x, and of B, scale dy^T (x A^T); None where they are not needed."""
     if adapter is None or not needed:
         return None, None
