@@ -253,7 +253,7 @@ def test_without_a_network_the_error_names_the_way_around_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With every address, of which a data set may have a dozen."""
-    sources = [get_data.Source(f"http://127.0.0.1:9/x/{name}.jsonl", "0", 1) for name in ("one", "two")]
+    sources = [get_data.RemoteFile(f"http://127.0.0.1:9/x/{name}.jsonl", "0", 1) for name in ("one", "two")]
     monkeypatch.setitem(get_data.DATA_SETS, "ifeval", replace(get_data.DATA_SETS["ifeval"], sources=sources))
     assert get_data.main(["ifeval", "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
@@ -278,7 +278,7 @@ def test_an_answer_that_is_cut_off_is_told() -> None:
     with HTTPServer(("127.0.0.1", 0), Cut) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
-        source = get_data.Source(f"http://127.0.0.1:{server.server_port}/file.jsonl", "0", 1)
+        source = get_data.RemoteFile(f"http://127.0.0.1:{server.server_port}/file.jsonl", "0", 1)
         with pytest.raises(get_data.GetDataError, match=r"cannot download .*IncompleteRead"):
             get_data.download(source, "ifeval")
         thread.join()
