@@ -374,10 +374,12 @@ def read_suites(folder: Path) -> dict[str, SuiteScores]:
 
 
 def _read_scores(path: Path) -> SuiteScores:
+    """Read a suite's scores without the figures that its answers do not have: of no words, no share is distinct."""
     content = json.loads(path.read_text(encoding="utf-8"))
     figures = {
         name: SuiteFigure(value=figure["value"], low=figure.get("low"), high=figure.get("high"))
         for name, figure in content["figures"].items()
+        if figure["value"] is not None
     }
     rows = {name: [math.nan if value is None else value for value in row] for name, row in content["rows"].items()}
     return SuiteScores(figures, rows)

@@ -221,6 +221,19 @@ def test_by_hand() -> None:
     assert missing.gain is None
 
 
+def test_a_figure_that_does_not_exist_is_left_out(tmp_path: Path) -> None:
+    """A model that answers nothing has no share of distinct bigrams."""
+    (tmp_path / FOLDER).mkdir()
+    figures = {
+        "refused": {"value": 0.5, "low": 0.2, "high": 0.8},
+        "distinct_2": {"value": None, "low": None, "high": None},
+    }
+    (tmp_path / FOLDER / "harmful.json").write_text(json.dumps({"figures": figures, "rows": {"refused": [1.0, 0.0]}}))
+    scores = read_suites(tmp_path)
+    summary = summarize_suites([scores], [scores])["harmful"]
+    assert {name: figure.value for name, figure in summary.items()} == {"refused": 0.5}
+
+
 def test_a_task_of_lm_eval_judges_the_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name has a colon, which no other suite's has; the task itself is run by a stand-in for the extra."""
     asked: list[tuple[str, int | None]] = []
