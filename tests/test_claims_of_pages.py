@@ -581,3 +581,34 @@ def test_stale_and_8_bit_samples_on_smollm2_are_as_measured() -> None:
         ]
         figures = [figure for cell in cells for figure in numbers(cell)]
         assert all(is_rounded(*pair) for pair in zip(figures, values, strict=True)), name
+
+
+HARMLESS = {
+    "SmolLM2 as published": "published",
+    "SFT, the start": "sft",
+    "DPO": "dpo",
+    "PPO": "ppo",
+    "PPO, the reward model alone": "ppo_alone",
+}
+
+
+def test_refusals_after_the_second_chain() -> None:
+    measured, seen = read("alignment_harmless.json"), set()
+    columns = ["harmful/refused", "xstest/refused_unsafe", "xstest/refused_safe", "toxicity/toxic", "blimp/accuracy"]
+    text = page("docs/experiments/harmlessness.md")
+    for name, *cells in rows(text):
+        if name not in HARMLESS:
+            continue
+        model = measured["models"][HARMLESS[name]]
+        for cell, (suite, figure) in zip(cells, (column.split("/") for column in columns), strict=False):
+            values = [100 * model[suite]["figures"][figure][key] for key in ("value", "low", "high")]
+            assert wrong(numbers(cell), values) == [], (name, suite)
+        others = [model.get("tokens"), model.get("kl")]
+        assert (
+            wrong([cell for cell in cells[5:] if cell != "–"], [value for value in others if value is not None]) == []
+        )
+        seen.add(HARMLESS[name])
+    assert seen == set(measured["models"])
+    (accuracy,) = re.findall(r"right on (.*?) of 221 held-out pairs", " ".join(text.split()))
+    card = measured["reward_model"]
+    assert wrong(numbers(accuracy), [card["accuracy"], card["accuracy_low"], card["accuracy_high"]]) == []
