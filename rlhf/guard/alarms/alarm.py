@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlhf.guard.alarms.history import History
@@ -64,22 +66,28 @@ class Above(Alarm):
 
     def read(self, history: History) -> Reading | None:
         """Compare the metric with the limit."""
-        value = history.now(self.metrics[0])
-        if value is None or history.count(self.metrics[0]) <= self.after:
-            return None
-        return Reading(value, self.limit, self.is_beyond(value))
-
-    def is_beyond(self, value: float) -> bool:
-        """Return whether a value is on the wrong side of the limit."""
-        return value > self.limit
+        return read_level(history, self.metrics[0], self.limit, after=self.after, is_bad=operator.gt)
 
 
-class Below(Above):
+class Below(Alarm):
     """A metric below a limit, from its `after`-th value on."""
 
-    def is_beyond(self, value: float) -> bool:
-        """Return whether a value is on the wrong side of the limit."""
-        return value < self.limit
+    limit: float
+    after: int = 0
+
+    def read(self, history: History) -> Reading | None:
+        """Compare the metric with the limit."""
+        return read_level(history, self.metrics[0], self.limit, after=self.after, is_bad=operator.lt)
+
+
+def read_level(
+    history: History, name: str, limit: float, *, after: int, is_bad: Callable[[float, float], bool]
+) -> Reading | None:
+    """Read a metric that has more than `after` values, and compare it with its limit."""
+    value = history.now(name)
+    if value is None or history.count(name) <= after:
+        return None
+    return Reading(value, limit, is_bad(value, limit))
 
 
 class Grown(Alarm):
