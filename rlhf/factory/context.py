@@ -385,7 +385,9 @@ def run_facts(
 ) -> RunFacts:
     """Return what the limits of alarms depend on besides the metrics."""
     if isinstance(config, RewardModelConfig):
-        return RunFacts(is_rounded=config.model.dtype == "bfloat16", on_data=True)
+        return RunFacts(
+            is_rounded=config.model.dtype == "bfloat16", evaluates_once=config.eval.every == 0, on_data=True
+        )
     online = config if isinstance(config, OnlineConfig) else None
     pairs = online is not None and online.algorithm.policy_loss.pair_loss is not None
     return RunFacts(
@@ -396,6 +398,7 @@ def run_facts(
         updates=1 if online is None else config.batch.epochs * config.batch.minibatches,
         repeats_prompts=repeats_prompts,
         leaves_out_template=leaves_out_template,
+        evaluates_once=config.eval.every == 0,
         on_data=online is None,
     )
 

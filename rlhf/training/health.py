@@ -16,7 +16,7 @@ from typing import Any
 from rlhf.config.run import BestConfig, GuardConfig
 from rlhf.errors import ConfigError
 from rlhf.guard.alarms.alarm import Alarm, Reading, all_alarms
-from rlhf.guard.alarms.history import History, RunFacts
+from rlhf.guard.alarms.history import HELD_OUT, History, RunFacts
 from rlhf.guard.best import Gain, next_best
 from rlhf.guard.first_step import flat_reward_note
 from rlhf.models.folders import MODEL
@@ -95,13 +95,19 @@ class Watch:
             state.bad, state.good = state.bad + 1, 0
         else:
             state.bad, state.good = 0, state.good + 1
-        if not state.is_on and state.bad >= alarm.patience:
+        patience = self._patience(alarm)
+        if not state.is_on and state.bad >= patience:
             state.is_on = True
             return Firing(alarm=alarm, step=step, since=state.since, reading=reading)
-        if state.is_on and state.good >= alarm.patience:
+        if state.is_on and state.good >= patience:
             state.is_on = False
             return Firing(alarm=alarm, step=step, since=state.since, reading=reading, is_over=True)
         return None
+
+    def _patience(self, alarm: Alarm) -> int:
+        """Return 1 for what is held out in a run that has a single evaluation to see it at."""
+        is_held_out = alarm.metrics[0].startswith(HELD_OUT)
+        return 1 if is_held_out and self._history.facts.evaluates_once else alarm.patience
 
 
 class HealthMonitor:

@@ -76,6 +76,7 @@ def test_a_last_stage_that_cannot_be_summarized_is_refused_before_the_first(
     assert not small.exists()
 
 
+@pytest.mark.beside
 def test_the_stages_fit_together_overrides_reach_ppo_and_a_second_run_does_nothing_again(small: Path) -> None:
     override = "algorithm.kl.controller.target=1.5"
     printed = run(small, override)

@@ -75,6 +75,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_compare_page(plan, results, comparison_charts(results), cells)
 
 
+@pytest.mark.beside
 @pytest.mark.skipif(BROWSER is None, reason="no chromium to open the page with")
 class TestTwentyFiveArms:
     def test_the_table_of_final_models_fits_on_a_laptop(self, page: Path, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_a_run_that_trains_nothing_exports_its_input(kind: str, lora: dict[str, 
     assert files(exported) == files(source)
 
 
+@pytest.mark.beside
 def test_the_command_line_prints_nothing_of_its_libraries(tmp_path: Path) -> None:
     publish_words(tmp_path / "model")
     file = tmp_path / "sft.yaml"

@@ -50,6 +50,7 @@ STEADY: Row = {
     "eval/preference_loss": 0.6,
     "eval/rm_loss": 0.6,
 }
+STEADY_TRAINING = {name: value for name, value in STEADY.items() if not name.startswith("eval/")}
 ALARMS = all_alarms()
 BEFORE = 20  # steady steps before it goes wrong
 
@@ -154,6 +155,15 @@ def test_a_value_that_is_not_finite_is_as_one_that_is_not_there() -> None:
         {**STEADY, "policy/clip_fraction": None},
     ]
     assert [firing.step for firing in firings(gaps * 3)] == [7]
+
+
+def test_the_one_evaluation_after_training_is_enough_for_what_is_held_out() -> None:
+    same_answer = [{"eval/distinct_2": 0.75}, *[STEADY_TRAINING] * 20, {**STEADY_TRAINING, "eval/distinct_2": 0.27}]
+    assert firings(same_answer) == []
+    seen = firings(same_answer, RunFacts(evaluates_once=True))
+    assert [(firing.alarm.name, firing.step) for firing in seen] == [("diversity-falls", 22)]
+    bad_step = [*history({}), {**STEADY, "policy/clip_fraction": 0.9}, STEADY]
+    assert firings(bad_step, RunFacts(evaluates_once=True)) == []
 
 
 def test_what_depends_on_the_run() -> None:

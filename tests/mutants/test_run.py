@@ -103,6 +103,7 @@ def outcomes(output: str) -> dict[str, str]:
     return by_mutant
 
 
+@pytest.mark.beside
 def test_every_kind_of_outcome(project: Path) -> None:
     code, output = run(project, "--jobs", "2")
     assert outcomes(output) == {

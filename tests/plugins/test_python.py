@@ -94,6 +94,7 @@ def test_the_loss_may_be_an_instance_and_rewards_weighted_instances(parts: Modul
 
 
 @pytest.mark.usefixtures("warm_start")
+@pytest.mark.beside
 def test_the_arms_of_a_comparison_are_processes_that_load_it(parts: ModuleType, tmp_path: Path) -> None:
     function = tmp_path / "train_on.py"
     function.write_text("def ones(completions):\n    return [float(len(t)) for t in completions]\n")

@@ -40,6 +40,7 @@ class RunFacts:
     updates: int = 1  # optimizer steps on the same completions
     repeats_prompts: bool = False  # the data has fewer prompts than a step takes
     leaves_out_template: bool = False  # the model has a chat template that data.chat_template=none does not use
+    evaluates_once: bool = False  # after training; the evaluation before it is the start
     on_data: bool = False  # nothing is sampled to train on: SFT, losses over pairs, reward models
 
 
