@@ -609,6 +609,10 @@ def test_refusals_after_the_second_chain() -> None:
         )
         seen.add(HARMLESS[name])
     assert seen == set(measured["models"])
-    (accuracy,) = re.findall(r"right on (.*?) of 221 held-out pairs", " ".join(text.split()))
+    flat = " ".join(text.split())
+    (accuracy,) = re.findall(r"right on (.*?) of 221 held-out pairs", flat)
+    (distinct,) = re.findall(r"of the bigrams (.*?) \(alarm", flat)
+    bigrams = measured["models"]["ppo"]["distinct_2"]
+    assert wrong(numbers(distinct), [bigrams["after"], bigrams["before"]]) == []
     card = measured["reward_model"]
     assert wrong(numbers(accuracy), [card["accuracy"], card["accuracy_low"], card["accuracy_high"]]) == []
