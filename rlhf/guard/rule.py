@@ -21,6 +21,7 @@ ON_DATA = (OfflineConfig, RewardModelConfig)
 EVERY = (OnlineConfig, OfflineConfig, RewardModelConfig)
 
 _SIZE = re.compile(r"(?<![A-Za-z0-9.])([A-Za-z]*)[-_]?(\d+(?:\.\d+)?)([KMB])(?![A-Za-z0-9])", re.IGNORECASE)
+_LENGTHS = ("4K", "8K", "16K", "32K", "64K", "128K", "256K", "512K")  # of contexts, in tokens
 _COUNTED = ("run", "exp", "trial", "try", "test")  # run-29b is the second run of number 29
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
 
@@ -64,8 +65,11 @@ def parameters_in_name(name: str) -> float | None:
 
     Of several (`Qwen2.5-7B-Instruct-1M`) it is the largest: the others are a length, or the parameters of a token.
     """
-    parts = _SIZE.findall(Path(name).name)
-    sizes = [float(number) * _UNITS[unit.upper()] for word, number, unit in parts if word.lower() not in _COUNTED]
+    sizes = [
+        float(number) * _UNITS[unit.upper()]
+        for word, number, unit in _SIZE.findall(Path(name).name)
+        if word.lower() not in _COUNTED and (number + unit).upper() not in _LENGTHS
+    ]
     return max(sizes, default=None)
 
 

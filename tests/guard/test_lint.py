@@ -221,6 +221,8 @@ def test_what_is_shipped_breaks_no_rule() -> None:
         ("/data/models/llama_13b/", 1.3e10),
         ("Qwen/Qwen2.5-7B-Instruct-1M", 7e9),  # for a million tokens
         ("Qwen/Qwen3-30B-A3B", 3e10),
+        ("microsoft/Phi-3-mini-4k-instruct", None),  # for 4,096 tokens
+        ("01-ai/Yi-6B-200K", 6e9),
         ("/data/70b/smollm2-135m", 1.35e8),
         ("/tmp/run-29b", None),
         ("runs/Run29b", None),
