@@ -32,6 +32,7 @@ from rlhf.plugins import load_plugins
 from rlhf.rewards.source import Source
 from rlhf.suites.suite import Suite, find_suite
 from rlhf.tracking.run_folder import differing_keys, write_atomically
+from rlhf.tracking.same_run import MACHINE, matches
 
 Settings = dict[str, dict[str, Any]]
 
@@ -243,14 +244,14 @@ def read_plan(config: CompareConfig, folder: Path) -> CellPlan:
 
 
 def ensure_owner(cell: Cell) -> None:
-    """Write cell.yaml if there is none or its suites differ; its other settings must be the same, defaults included.
+    """Write cell.yaml if there is none or it differs in what may change.
 
     Raises:
         ConfigError: as `check_owner`.
     """
     check_owner(cell)
     path = cell.folder / CELL
-    if not path.is_file() or read_cell(cell.folder).config.suites != cell.config.suites:
+    if not path.is_file() or read_cell(cell.folder).config != cell.config:
         cell.folder.mkdir(parents=True, exist_ok=True)
         content = cell.config.model_dump(mode="json", exclude_unset=True)
         write_atomically(path, format_yaml(content))
@@ -259,7 +260,7 @@ def ensure_owner(cell: Cell) -> None:
 def check_owner(cell: Cell) -> None:
     """Check that the cell's folder has no cell.yaml, or one with the same settings.
 
-    Suites may differ: they measure what is there, and change nothing of it.
+    Suites may differ, as they change nothing of what is there; so may the settings of speed and memory (`MACHINE`).
 
     Raises:
         ConfigError: the folder belongs to another comparison, or to another version of the package.
@@ -267,12 +268,17 @@ def check_owner(cell: Cell) -> None:
     if not (cell.folder / CELL).is_file():
         return
     before = read_cell(cell.folder).config.model_copy(update={"suites": cell.config.suites})
-    keys = differing_keys(dump(before), dump(cell.config))
+    keys = [key for key in differing_keys(dump(before), dump(cell.config)) if not matches(_key_of_run(key), MACHINE)]
     if keys:
         raise ConfigError(
             f"{cell.folder} was made with other settings ({', '.join(keys[:6])}{', …' if len(keys) > 6 else ''}): "
             "choose another out_dir, or remove that folder to run it anew"
         )
+
+
+def _key_of_run(key: str) -> str:
+    """Return the key that a setting of a cell has in the configuration of a run."""
+    return key.removeprefix("train.").replace("proxy.", "reward.source.", 1)
 
 
 def read_cell(folder: Path) -> Cell:

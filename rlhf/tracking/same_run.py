@@ -14,6 +14,43 @@ from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.errors import CheckpointError, ConfigError, command_or_call
 from rlhf.tracking.run_folder import FolderLock, RunFolder, completed_step, flattened_config, newest_step
 
+MACHINE = (
+    "run.keep_memory",
+    "run.cache_dir",
+    "sharding.*",
+    "offload.*",
+    "batch.micro_batch_size",
+    "batch.micro_batch_tokens",
+    "sampling.batch_size",
+    "sampling.copy_weights",
+    "sampling.backend",
+    "sampling.server*",
+    "overlap.reward_parts",
+    "environment.workers",
+    "environment.prefix_cache",
+    "environment.step_timeout_s",
+    *(
+        f"{model}.{setting}"
+        for model in ("policy", "model")
+        for setting in ("gradient_checkpointing", "log_probs", "packing", "trust_remote_code")
+    ),
+    "critic.gradient_checkpointing",
+    *(
+        f"teacher.{setting}"
+        for setting in ("url", "timeout_s", "retries", "concurrency", "token_env", "trust_remote_code")
+    ),
+    *(
+        f"{source}.*{setting}"
+        for source in ("reward", "eval.source")
+        for setting in (
+            *("micro_batch_size", "timeout_s", "retries", "_env", "concurrency", "cache_dir"),
+            *("workers", "memory_mb", "max_failures"),
+        )
+    ),
+)
+"""The settings of speed and memory, and of how servers are asked, as patterns of dotted keys: they change results by
+rounding only."""
+
 MAY_CHANGE = (
     # length and learning rate
     "schedule.*",
@@ -39,43 +76,13 @@ MAY_CHANGE = (
     "model.export_dtype",
     "policy.export",
     "model.export",
-    # the machine: speed and memory, with the same results up to rounding
+    # the machine, and its arithmetic
+    *MACHINE,
     "run.out_dir",
     "run.device",
-    "run.keep_memory",
     "run.tf32",
-    "run.cache_dir",
-    "sharding.*",
-    "offload.*",
-    "batch.micro_batch_size",
-    "batch.micro_batch_tokens",
-    "sampling.batch_size",
-    "sampling.copy_weights",
-    "sampling.backend",
-    "sampling.server*",
-    "overlap.reward_parts",
-    "environment.workers",
-    "environment.prefix_cache",
-    "environment.step_timeout_s",
-    *(
-        f"{model}.{setting}"
-        for model in ("policy", "model")
-        for setting in ("dtype", "gradient_checkpointing", "log_probs", "packing", "trust_remote_code")
-    ),
-    "critic.gradient_checkpointing",
     "reward.watch*",
-    *(
-        f"teacher.{setting}"
-        for setting in ("url", "timeout_s", "retries", "concurrency", "token_env", "dtype", "trust_remote_code")
-    ),
-    *(
-        f"{source}.*{setting}"
-        for source in ("reward", "eval.source")
-        for setting in (
-            *("micro_batch_size", "dtype", "timeout_s", "retries", "_env", "concurrency", "cache_dir"),
-            *("workers", "memory_mb", "max_failures"),
-        )
-    ),
+    *(f"{model}.dtype" for model in ("policy", "model", "teacher", "reward*", "eval.source*")),
 )
 """The settings that a run may be continued with another value of, as patterns of dotted keys. Every other setting
 belongs to the run: with another value it is another run."""
