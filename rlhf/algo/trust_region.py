@@ -15,7 +15,7 @@ Vector = Float[Tensor, " N"]
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """What conjugate gradients arrived at."""
+    """The result of conjugate gradients."""
 
     x: Vector
     remainder: Vector  # b - A x, as the recursion keeps it
@@ -35,8 +35,8 @@ def conjugate_gradient(
         x = 0,  r = p = b;   a = r.r / p.Ap,  x += a p,  r' = r - a Ap,  p = r' + (r'.r' / r.r) p,  r = r'
 
     In exact arithmetic N iterations solve it; k iterations give the minimizer of x.Ax / 2 - b.x over the span of
-    b, Ab, ..., A^(k-1) b. It stops early at |r| <= tolerance * |b|, and where p.Ap is not positive: rounding has then
-    eaten what was left of A.
+    b, Ab, ..., A^(k-1) b. It stops early at |r| <= tolerance * |b|, and if p.Ap is not positive: the rest of A is then
+    smaller than rounding errors.
 
     Args:
         product: returns A v.
@@ -91,14 +91,14 @@ def step_length(curvature: float, *, max_kl: float) -> float:
 
         KL(pi_old || pi_(theta + s x)) = s^2 x.Fx / 2 + O(s^3)   so   s = sqrt(2 max_kl / x.Fx)
 
-    0 where the curvature x.Fx is not a positive number: the direction does not move the policy, or is noise.
+    0 if the curvature x.Fx is not a positive number: the direction does not move the policy, or is noise.
     """
     return math.sqrt(2.0 * max_kl / curvature) if 0.0 < curvature < math.inf else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a step of some length does."""
+    """The effect of a step of some length."""
 
     length: float
     kl: float  # KL(old || new), exact, nats per token
@@ -107,7 +107,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class LineSearch:
-    """What a line search arrived at."""
+    """The result of a line search."""
 
     first: Trial  # the full step
     last: Trial  # the one taken, if any was accepted
@@ -129,7 +129,7 @@ def backtrack(
     KL(old || new) <= max_kl: neither is assumed, both are evaluated.
 
     Args:
-        attempt: returns what a step of this length does.
+        attempt: returns the effect of a step of this length.
         length: of the full step.
         max_kl: the trust region, in nats per token.
         shrink: the factor between two lengths, below 1.

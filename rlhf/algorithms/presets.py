@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {}
-"""What each preset stands for: the section `algorithm`, and the sizes that it requires or is designed for.
+"""The meaning of each preset: the section `algorithm`, and the sizes that it requires or is designed for.
 docs/algorithms/ has a page for each: equations, defaults, departures from the paper, what to watch."""
 
 

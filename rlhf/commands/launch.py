@@ -39,7 +39,7 @@ READ_BY: dict[str, tuple[Launcher, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What to ask the cluster for; sizes are those of one node."""
+    """The request to the cluster; sizes are per node."""
 
     launcher: Launcher
     nodes: int = 1
@@ -73,7 +73,7 @@ class Job:
 
     name: str
     config: TrainConfig | RewardModelConfig
-    words: tuple[str, ...]  # what follows `python -m rlhf`
+    words: tuple[str, ...]  # after `python -m rlhf`
 
 
 def launch_script(path: str, overrides: Sequence[str], options: LaunchOptions) -> str:

@@ -1,6 +1,6 @@
 """Judge the final models of a comparison against each other, pair by pair: `pairs` in its file.
 
-The completions are those of judged.json, so that nothing is sampled again. The result of a model is a file among its
+The completions come from judged.json, so that nothing is sampled again. The result of a model is a file among its
 suites, evals/pairs.json, with a win rate for each opponent.
 """
 

@@ -1,4 +1,4 @@
-"""What the terminal shows of a comparison: its cells while they run, and its results."""
+"""The terminal's display of a comparison: its cells while they run, and its results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf.tracking.progress import printable
 
 
 class ComparisonTerminal(ComparisonView):
-    """Prints what a comparison tells, and draws the cells that run."""
+    """Prints the reports of a comparison, and draws the cells that run."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(Terminal(console))

@@ -1,4 +1,4 @@
-"""The data sections: which rows to read, from where, how long they may be, and what to do with bad ones."""
+"""The data sections: which rows to read, from where, how long they may be, and the treatment of bad ones."""
 
 from __future__ import annotations
 

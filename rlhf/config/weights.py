@@ -1,4 +1,4 @@
-"""How a model's weights are kept, and the adapters that train a few of them: what policy, critic and others share."""
+"""How a model's weights are kept, and the adapters that train a few of them: common to policy, critic and others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LoraConfig(Section):
     """The modules that get an adapter: names, or all linear layers except the head, or those of the attention or of the
     feed-forward halves alone."""
     modules_to_save: list[str] = []
-    """Modules to train whole and to save beside the adapters, e.g. [embed_tokens]; a scalar head always is."""
+    """Modules to train whole and to save beside the adapters, e.g. [embed_tokens]; a scalar head is always trained."""
     rslora: bool = False
     """Scale by alpha / sqrt(r) instead (rank-stabilized LoRA, Kalajdzievski 2023)."""
     dora: bool = False
