@@ -14,7 +14,7 @@ from torch import Tensor
 LossFunction = Callable[..., Float[Tensor, "B T"]]
 """Computes the loss of every token: function(logprobs, old_logprobs, advantages, mask, **kwargs).
 
-All four are [B, T]: the policy's log-probabilities, with gradient; those of the policy that sampled; the advantages;
+All four are [B, T]: the policy's log-probabilities, with gradient; the sampling policy's; the advantages;
 and which tokens count. Its values outside the mask are not used. The aggregation over tokens, the KL penalty and
 the entropy bonus come afterwards, as configured. The loss of a token must not depend on other rows, since a minibatch
 is split into micro-batches of any size.

@@ -51,7 +51,7 @@ def kl_old_new(
 
         ratio - 1 - log ratio,     ratio = pi / pi_old
 
-    The samples do not depend on pi, so the expected gradient is exactly that of KL(pi_old || pi).
+    The samples do not depend on pi, so the expected gradient is exactly the gradient of KL(pi_old || pi).
     """
     difference = torch.where(mask, logprobs - old_logprobs, 0.0)
     return torch.expm1(difference) - difference

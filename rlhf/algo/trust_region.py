@@ -22,7 +22,7 @@ class Solution:
     iterations: int
 
     def residual(self, b: Vector) -> float:
-        """Compute |b - A x| / |b|: 0 is solved, 1 is no better than x = 0; 0 where b is 0."""
+        """Compute |b - A x| / |b|: 0 is solved, 1 is no better than x = 0; 0 if b is 0."""
         norm = float(b.norm())
         return float(self.remainder.norm()) / norm if norm > 0 else 0.0
 
@@ -78,7 +78,7 @@ def softmax_fisher_product(
 
 
 def undamped_curvature(solution: Solution, b: Vector, *, damping: float) -> float:
-    """Compute x.Fx where x solves (F + damping) x = b up to its remainder r, without another product with F.
+    """Compute x.Fx for an x that solves (F + damping) x = b up to its remainder r, without another product with F.
 
     x.Fx = x.(b - r) - damping * x.x
     """
@@ -125,7 +125,7 @@ def backtrack(
 ) -> LineSearch:
     """Find the longest acceptable step of lengths s, s * shrink, s * shrink^2, ... (Schulman et al. 2015, app. C).
 
-    The quadratic model that gave the full length ignores the third order, and the surrogate is trusted only where
+    The quadratic model that gave the full length ignores the third order, and the surrogate is trusted only if
     KL(old || new) <= max_kl: neither is assumed, both are evaluated.
 
     Args:

@@ -109,7 +109,7 @@ class AdaptiveKl(KlController):
 
             e = clip(KL / target - 1, -0.2, 0.2),   coef <- coef * (1 + e * completions / horizon)
 
-        A KL of NaN carries no information: the coefficient stays as it is.
+        A KL of NaN carries no information: the coefficient does not change.
         """
         if math.isnan(kl):
             return coef

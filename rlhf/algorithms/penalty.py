@@ -46,7 +46,7 @@ class PenaltyLoss(TokenLoss):
 
     @property
     def drawn_ratios(self) -> tuple[float, float] | None:
-        """Return the ratios around 1 in which most are."""
+        """Return the range around 1 that has most of the ratios."""
         return 0.5, 1.5
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {}
 """The meaning of each preset: the section `algorithm`, and the sizes that it requires or is designed for.
-docs/algorithms/ has a page for each: equations, defaults, departures from the paper, what to watch."""
+docs/algorithms/ has a page for each: equations, defaults, departures from the paper, metrics to watch."""
 
 
 def preset(name: str, settings: dict[str, Any]) -> None:

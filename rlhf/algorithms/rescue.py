@@ -137,7 +137,7 @@ class ReplayConfig(Section):
     share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Maximum share of a step's prompts that are replays (at least one prompt)."""
     until: Literal["plain", "hinted"] = "plain"
-    """End of a prompt's replays. plain: a completion without a hint succeeds; hinted: any completion does."""
+    """End of a prompt's replays. plain: a completion without a hint succeeds; hinted: any completion succeeds."""
 
     def per_step(self, prompts: int) -> int:
         """Return how many of a step's `prompts` may be replays."""
@@ -150,7 +150,7 @@ class Rescue(Section):
     hints: Annotated[list[Hint], Field(min_length=1, max_length=MOST_HINTS)]
     """Hints from weakest to strongest; one round of sampling each, for prompts that still fail."""
     solved_above: float = 0.0
-    """A completion succeeds if its score after shaping is above this; a group fails if none does."""
+    """A completion succeeds if its score after shaping is above this; a group fails without a success."""
     hinted_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Share of a group sampled with the hint, replacing as many failures: at least one of each; the
     completion of a group of one is sampled with it."""

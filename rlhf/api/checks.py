@@ -229,7 +229,7 @@ def check_arm_files(plan: CellPlan, lookups: Lookups | None = None, *checks: Cal
     """Check the folders, files, models and data of suites that the arms of a comparison name.
 
     Args:
-        lookups: the known paths and hub ids.
+        lookups: earlier results for paths and hub ids.
         checks: further checks of each arm's configuration.
 
     Raises:
@@ -237,7 +237,7 @@ def check_arm_files(plan: CellPlan, lookups: Lookups | None = None, *checks: Cal
     """
     check_out_dir(str(plan.folder), "out_dir")
     lookups = Lookups() if lookups is None else lookups
-    problems: dict[str, str] = {}  # by its text: most are common to all arms
+    problems: dict[str, str] = {}  # by the text of the problem: most are common to all arms
     if plan.config.pairs is not None:
         _check_pair_judge(plan.config.pairs.judge, lookups)
     for cell in plan.untuned():

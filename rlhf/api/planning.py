@@ -35,7 +35,7 @@ def plan(
         device: "cpu" or "cuda"; None: the device of the configuration, or else of this machine.
         prompt_tokens: tokens of a prompt; None: the limit of the configuration.
         completion_tokens: tokens of a completion; None: the limit of the configuration.
-        **settings: settings over those of the file, by section (`policy={"lr": 1e-5}`) or by key.
+        **settings: settings over the file's, by section (`policy={"lr": 1e-5}`) or by key.
 
     Returns:
         The plan; sizes are bytes. `as_dict` gives the output of `rlhf plan --json`.

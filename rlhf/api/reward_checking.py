@@ -87,7 +87,7 @@ def reward_check_from_command_line(
 ) -> RewardCheck:
     """Check a reward that is named on the command line: a configuration, a verifier, a function or a model.
 
-    Overrides of a configuration are settings of the run; those of anything else are settings of the source.
+    Overrides of a configuration are settings of the run; overrides of anything else are settings of the source.
 
     Raises:
         UserError: as `reward_check`.

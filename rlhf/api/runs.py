@@ -118,7 +118,7 @@ class RunResult:
         return RunFolder(self.folder).read_report_card()
 
     def _repr_html_(self) -> str:
-        """Return the HTML for a notebook: the first and last value of the main metrics, and where the report is."""
+        """Return the HTML for a notebook: the first and last value of the main metrics, and the report's place."""
         shown = {info.name: info for view in ("headline", "summary") for info, _ in shown_in(view)}
         lines = [
             f"<tr><td>{html.escape(info.name)}</td><td>{format_fixed(values[0])}</td>"
@@ -163,11 +163,11 @@ def train(
     Args:
         model: a path, a hub id, or a loaded causal LM (then with `tokenizer`).
         preset: the algorithm, such as "ppo", "grpo" or "dpo"; or the section `algorithm` of a configuration.
-        algorithm: settings of the section `algorithm` over those of the preset, such as {"kl": {"coef": 0.1}}; or the
+        algorithm: settings of the section `algorithm` over the preset's, such as {"kl": {"coef": 0.1}}; or the
             name of the preset.
         prompts: the prompts to complete (online algorithms).
         reward: where scores come from (online algorithms); a function is called with `prompts`, `completions` and
-        `references`, each a list, as far as it has these arguments, and returns a list of numbers. A reward function
+            `references`, each a list, as far as it has these arguments, and returns a list of numbers. A reward function
             for TRL works as it is (rlhf.rewards.function.FunctionReward).
         preferences: pairs (offline algorithms such as DPO): rows with prompt, chosen and rejected, or another format of
             docs/data.md.
@@ -474,7 +474,7 @@ def evaluate(
         against: the other model: a run or a model folder; the default is the model that the run started from.
         data: the data of the suite.
         limit: the number of rows of the suite to use.
-        settings: `key=value` settings over those of the run.
+        settings: `key=value` settings over the run's.
 
     Returns:
         The comparison of the two models; or the figures of the suite; or, of a reward model's run, its report card.

@@ -227,7 +227,7 @@ def skypilot_yaml(job: Job, options: LaunchOptions, made_by: str) -> str:
 
 
 def _setup(config: TrainConfig | RewardModelConfig) -> str:
-    """Return the commands that install this project with what the run needs."""
+    """Return the commands that install this project with the packages that the run needs."""
     backends = config.logging.backends
     extras = {
         "deepspeed": config.sharding.mode.startswith("zero"),

@@ -115,7 +115,7 @@ def card_of_run(path: str, *, quotes: bool = False) -> str:
 
 
 def count_data(config: TrainConfig | RewardModelConfig) -> Iterator[DataUsed]:
-    """Count the rows of each data set that the run read; those of the hub are not downloaded for it."""
+    """Count the rows of each data set that the run read; data sets of the hub are not downloaded."""
     unread = unread_keys(config)
     for name in type(config.data).model_fields:
         dataset, key = getattr(config.data, name), f"data.{name}"

@@ -143,7 +143,7 @@ class LineWriter(Protocol):
         """Write text, which may be part of a line."""
 
     def flush(self) -> None:
-        """Flush what was written."""
+        """Flush the written text."""
 
 
 def run_chat(

@@ -295,7 +295,7 @@ def _status(cells: Sequence[CellResult]) -> Status:
 
 
 def _mean_measures(judged: Sequence[Judgment]) -> Measures:
-    """Compute the means over seeds; None for a measure that no seed has."""
+    """Compute the means over seeds; None for a measure without a value."""
     means: dict[str, float | None] = {}
     for key in MEASURES.values():
         values = [value for judgment in judged if (value := judgment.metrics.get(key)) is not None]

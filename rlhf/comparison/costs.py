@@ -85,7 +85,7 @@ UNITS: dict[BudgetUnit, str] = {cast(BudgetUnit, cost.name): cost.unit for cost 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The parameter counts of the models that a run uses; 0 for a model that it does not have."""
+    """The parameter counts of the models that a run uses; 0 for a missing model."""
 
     policy: int
     reference: int = 0

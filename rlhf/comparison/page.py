@@ -60,7 +60,7 @@ def write_compare_page(
         plan: the comparison.
         results: its results.
         charts: its charts.
-        cells: what each cell's folder contains.
+        cells: the contents of each cell's folder.
     """
     configs = {name: plan.of(name)[0].config.train for name, arm in results.arms.items() if arm.type == "train"}
     caveats = [*notes(results), *tuning_notes(results), *parallel_note(plan.config.jobs)]
@@ -325,7 +325,7 @@ def by_seed(results: ComparisonResults, arm: str) -> dict[int, list[Evaluation]]
 def finished_seeds(results: ComparisonResults, arm: str) -> dict[int, list[Evaluation]]:
     """Group the evaluations of an arm by seed: only its finished seeds, but all seeds as long as none is finished.
 
-    A mean over seeds ends where the shortest does, so a seed that failed early would cut the curve of the others.
+    A mean over seeds ends with the shortest one, so a seed that failed early would cut the curve of the others.
     """
     seeds = by_seed(results, arm)
     done = {seed.seed for seed in results.arms[arm].seeds if seed.status == "done"} if arm in results.arms else set()

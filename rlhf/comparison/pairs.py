@@ -31,7 +31,7 @@ PAIRS = "pairs"
 def judge_pairs(plan: CellPlan) -> None:
     """Judge every finished cell against every opponent of its seed, and write evals/pairs.json of the cell.
 
-    A cell whose file has the same settings, opponents and completions is left as it is.
+    A cell whose file has the same settings, opponents and completions is not judged again.
 
     Raises:
         UserError: the judge cannot be built, or it fails.

@@ -66,7 +66,7 @@ def _settings_class(name: str) -> type[Suite]:
 
 
 def _settings(name: str, given: Tree, train: TrainConfig) -> Tree:
-    """Complete a suite's settings from those of the run, and check them."""
+    """Complete a suite's settings from the run's, and check them."""
     kind = _settings_class(name)
     sampling = {"temperature": train.sampling.temperature, "batch_size": train.sampling.batch_size}
     try:
@@ -151,7 +151,7 @@ def plan_cells(config: CompareConfig, *, beside: Path, lab_files: bool = True, t
 
     Raises:
         ConfigError: an arm is not a valid run, breaks a rule of `rlhf lint` whose level is error, or sets a key that
-        the comparison fixes; the message names the arm.
+            the comparison fixes; the message names the arm.
     """
     base = merge(read_yaml(locate_base(config, beside)), config.shared.tree())
     _refuse(config.shared, LENGTH, "shared")

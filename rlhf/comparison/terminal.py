@@ -40,7 +40,7 @@ class ComparisonTerminal(ComparisonView):
         return Board(self._console, total, alone=alone)
 
     def results(self, results: ComparisonResults, report: Path) -> None:
-        """Print a row for each arm, what tuning changed, the suites and the verdict, and where the page is."""
+        """Print a row for each arm, what tuning changed, the suites and the verdict, and the path of the page."""
         table = Table("arm", "judge's score", "gain over start", "KL, nats", "status", box=None, pad_edge=False)
         ranked = ranking(results)
         for name in [*ranked, *(name for name in results.arms if name not in ranked)]:
@@ -67,7 +67,7 @@ def _row(arm: ArmResult) -> list[str]:
 
 
 def _print_tuning(results: ComparisonResults, console: Console) -> None:
-    """Print what tuning changed, without its costs, which the page has."""
+    """Print what tuning changed, without its costs (see the page)."""
     tuning = tuning_table(results)
     if tuning is None:
         return

@@ -78,7 +78,7 @@ class Judgment:
         return [str(row["prompt"]) for row in self.rows]
 
     def column(self, name: str) -> Float[Tensor, " P"]:
-        """Return one number of every record, in the order of the prompts; NaN where it is null."""
+        """Return one number of every record, in the order of the prompts; NaN if it is null."""
         values = (row[name] for row in self.rows)
         return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 

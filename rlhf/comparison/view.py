@@ -14,7 +14,7 @@ from rlhf.tracking.view import View
 
 
 class ComparisonView:
-    """Receives the reports of a comparison, and shows nothing; a subclass overrides the methods of what it shows.
+    """Receives the reports of a comparison, and shows nothing; a subclass overrides methods to show some.
 
     The `rlhf` program has the subclass rlhf.comparison.terminal.ComparisonTerminal.
 
@@ -33,4 +33,4 @@ class ComparisonView:
         return Board(Console(quiet=True), total, alone=alone)
 
     def results(self, results: ComparisonResults, report: Path) -> None:
-        """Receive the results, and where the page is."""
+        """Receive the results, and the path of the page."""

@@ -62,7 +62,7 @@ def locate_config(path: str | Path) -> Path:
 
 
 def nearest_config(path: str | Path) -> Path | None:
-    """Return the existing configuration whose name is nearest to the name of `path`, in the folder that `path` names."""
+    """Return the existing configuration whose name is nearest to `path`'s, in the folder that `path` names."""
     file = Path(path)
     folders = [file.parent]
     if _is_shipped_name(file):
@@ -128,7 +128,7 @@ def parse_yaml(text: str, name: str = "the text") -> Any:
         return value
     except RecursionError as error:
         raise InvalidYaml("it is nested too deep") from error
-    # Besides its own errors PyYAML lets those of its value constructors through: !!int "", !!float x.
+    # Besides its own errors PyYAML lets errors of its value constructors through: !!int "", !!float x.
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
         raise InvalidYaml((str(error) or type(error).__name__).replace('"<unicode string>"', name)) from error
 

@@ -222,7 +222,7 @@ def _read_yaml(path: str | Path, extended_by: tuple[Path, ...]) -> Tree:
 
 
 def _extended(settings: Tree, file: Path, extended_by: tuple[Path, ...]) -> Tree:
-    """Merge the settings of a file into those of the file that it extends, if it says so."""
+    """Merge the settings of a file into the settings of the file that it extends, if any."""
     other = settings.pop(EXTENDS, None)
     if other is None:
         return settings
@@ -259,7 +259,7 @@ def _names_another_algorithm(base: Tree, over: Tree) -> bool:
 
 
 def drop_unread(tree: Tree, given: Tree, config: TrainConfig) -> Tree:
-    """Remove the settings that the algorithm of `config` does not read and `given` does not set: a file may serve several."""
+    """Remove settings that `config`'s algorithm does not read and `given` does not set: a file may serve several."""
     return drop_keys(tree, [key for key in unread_keys(config) if get_setting(given, key) is None])
 
 

@@ -63,7 +63,7 @@ def keep_last_alternative(tree: Mapping[str, Any], over: Mapping[str, Any]) -> T
 
 
 def drop_overruled(tree: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """Remove from `tree` the alternatives to the settings of `over`, and the settings that its choices make meaningless."""
+    """Remove from `tree` the alternatives to `over`'s settings and the settings that its choices make meaningless."""
     excluded = [
         key
         for exclusion in EXCLUSIONS

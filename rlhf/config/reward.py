@@ -1,4 +1,4 @@
-"""The reward section (a source, its shaping, a second judge), and the sections that only a reward-model run has."""
+"""The reward section (a source, its shaping, a second judge), and the sections of reward-model runs alone."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class RewardConfig(Section):
             )
 
     def check_gdpo(self, algorithm: Online, *, reward_parts: int) -> None:
-        """Check that scores standardized within their groups meet an algorithm that takes them as they are.
+        """Check that scores standardized within their groups meet an algorithm that takes them unchanged.
 
         Raises:
             ValueError: it would standardize them again, or not see whole steps.

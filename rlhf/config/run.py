@@ -1,4 +1,4 @@
-"""The sections that say how a run goes, for every kind of training: identity, length, checkpoints, logging, guard, processes.
+"""The sections that say how any run goes: identity, length, checkpoints, logging, guard, processes.
 
 Sharding has presets for DeepSpeed's own JSON, any key of which can be overridden.
 """

@@ -176,7 +176,7 @@ class CriticConfig(OptimizerConfig, TrainedWeightsConfig):
     """Number of initial steps that train only the critic."""
 
     def check_start(self, source: Source, old_log_probs: OldLogProbs) -> None:
-        """Check that the critic can start from a reward of this source, and that no setting is one that a shared backbone rules out."""
+        """Check that the critic can start from a reward of this source, and the settings of a shared backbone."""
         if self.shared:
             self._check_shared(old_log_probs)
         if self.init == "reward" and source.critic_start is None:
@@ -329,7 +329,7 @@ class OverlapConfig(Section):
     """Sample each step's completions during the previous update, from the policy before that update: one step
     off-policy, corrected by importance weights (ratio_cap). Needs memory for one more copy of the policy."""
     ahead_steps: Annotated[int, Field(ge=1, le=4)] = 1
-    """With ahead: how many steps before its own update a step is sampled, and so how many updates old its policy is.
+    """With ahead: how many steps before its own update a step is sampled, and so the age of its policy in updates.
     More than 1 evens out steps that take longer to sample than others; each may need one more copy of the policy."""
     ratio_cap: Positive = 2.0
     """With ahead: each token's advantage is multiplied by pi_old / pi_sampler, truncated at this value (truncated
@@ -577,7 +577,7 @@ class OnlineConfig(TrainSections):
 
     @property
     def remembers_prompts(self) -> bool:
-        """Return whether the sampler keeps what it read of a prompt for the next turn of its episode."""
+        """Return whether the sampler keeps the keys and values of a prompt for the next turn of its episode."""
         samples_fast = self.sampling.backend in ("auto", "fast")
         return self.environment is not None and self.environment.remembers_prompts and samples_fast
 
@@ -704,7 +704,7 @@ class OnlineConfig(TrainSections):
             "overlap.reward_parts": (self.overlap.reward_parts > 1, "set overlap.reward_parts=1"),
             "reward.shaping.overlong_buffer": (
                 shaping.overlong_buffer > 0,
-                "a length is one of an action, not of an episode; give the penalty in step",
+                "a length is an action's, not an episode's; give the penalty in step",
             ),
             "environment.truncation=bootstrap without a critic": (
                 bootstraps and not algorithm.advantage.needs_critic,

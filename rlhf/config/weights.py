@@ -23,8 +23,8 @@ class LoraConfig(Section):
     alpha: Positive = 32.0
     """Scale: the adapter is multiplied by alpha / r."""
     target_modules: list[str] | Literal["all-linear", "attention", "mlp"] = "all-linear"
-    """The modules that get an adapter: names, or all linear layers except the head, or those of the attention or of the
-    feed-forward halves alone."""
+    """The modules that get an adapter: names, or all linear layers except the head, or only those of the attention
+    or of the feed-forward halves."""
     modules_to_save: list[str] = []
     """Modules to train whole and to save beside the adapters, e.g. [embed_tokens]; a scalar head is always trained."""
     rslora: bool = False

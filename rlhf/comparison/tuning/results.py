@@ -42,7 +42,7 @@ class ArmTuning:
 
     @property
     def costs(self) -> Costs:
-        """Return what all trials spent."""
+        """Return the costs of all trials."""
         return total_costs(trial.costs for trial in self.trials)
 
     @property
