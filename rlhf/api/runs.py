@@ -167,7 +167,7 @@ def train(
             name of the preset.
         prompts: the prompts to complete (online algorithms).
         reward: where scores come from (online algorithms); a function is called with `prompts`, `completions` and
-            `references`, each a list, as far as it has these arguments, and returns a list of numbers. A reward function
+            `references`, each a list, if it has these arguments, and returns a list of numbers. A reward function
             for TRL works as it is (rlhf.rewards.function.FunctionReward).
         preferences: pairs (offline algorithms such as DPO): rows with prompt, chosen and rejected, or another format of
             docs/data.md.
