@@ -141,7 +141,7 @@ def rewards_to_go(rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, g
 
 
 Kept = Bool[Tensor, " B"] | None
-"""Which rows count; the others are in no mean and get 0. None: all."""
+"""The rows that count; the others are in no mean and get 0. None: all."""
 
 
 def group_centered(scores: Float[Tensor, " B"], group_size: int, *, kept: Kept = None) -> Float[Tensor, " B"]:

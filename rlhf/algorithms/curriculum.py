@@ -2,7 +2,7 @@
 
 The policy gradient of a score of 0 or 1 has no signal if all completions of a prompt succeed or all fail. Foster and
 Foerster 2025 (arXiv:2502.12272) sample prompts by the variance of success p (1 - p); Bae et al. 2025 (arXiv:2504.03380)
-keep those of intermediate success.
+keep the prompts of intermediate success.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class Rescue(Section):
     """Share of a group sampled with the hint, replacing as many failures: at least one of each; the
     completion of a group of one is sampled with it."""
     after: Annotated[int, Field(ge=0)] = 0
-    """When a prompt is given a hint. 0: in the step in which its whole group fails. N: in every step after its
+    """The steps that give a prompt a hint. 0: the step in which its whole group fails. N: every step after its
     completions without a hint have failed in N steps in a row, the next hint each time. This is decided before
     completions are drawn, so that weights of type sequence keep the expected gradient."""
     weights: Annotated[HintWeights, OneOf("token")] = TokenWeights()

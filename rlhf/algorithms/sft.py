@@ -20,7 +20,7 @@ class DemonstratedLoss(OfflineLoss):
 
     data: ClassVar[Literal["demonstrations", "pairs", "labelled"]] = "demonstrations"
     aggregate: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
-    """How the tokens are weighted."""
+    """The weighting of the tokens."""
 
     def per_token(
         self, logprobs: Float[Tensor, "B T"], teacher: Float[Tensor, "K B T"] | None = None

@@ -36,7 +36,7 @@ START = "start"
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """How many completions of each prompt are sampled, and how."""
+    """The number of completions of each prompt, and the sampling options."""
 
     count: int = 1
     seed: int = 0

@@ -1,4 +1,4 @@
-"""How much memory and time a run takes, from Python: `rlhf.plan`."""
+"""The memory and time of a run, from Python: `rlhf.plan`."""
 
 from __future__ import annotations
 

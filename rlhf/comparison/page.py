@@ -173,7 +173,7 @@ MARGIN_SE = 2.0  # standard errors by which the gold must have fallen to be mark
 
 @dataclass(frozen=True)
 class Style:
-    """How an arm is drawn in every chart: a color of the page, a symbol, and another dash after every eight arms.
+    """The style of an arm in every chart: a color of the page, a symbol, and another dash after every eight arms.
 
     Of 64 arms no two have color and symbol in common; of the first eight no two have either.
     """
@@ -191,7 +191,7 @@ class Style:
 
 @dataclass(frozen=True)
 class Win:
-    """How often the row wins against the column, in percent; None on the diagonal and if no seed is in common."""
+    """The win rate of the row against the column, in percent; None on the diagonal and if no seed is in common."""
 
     share: int | None
     low: int = 0

@@ -254,7 +254,7 @@ class ArmResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmWinRate:
-    """How often arm `a` scores higher than arm `b`, over the prompts and the seeds that both have finished."""
+    """The share in which arm `a` scores higher than arm `b`, over the prompts and the seeds that both have finished."""
 
     a: str
     b: str

@@ -18,7 +18,7 @@ Learn = Literal["assistant", "last", "all"]
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How conversations are turned into text: the three chat keys of the data section."""
+    """The form of conversations as text: the three chat keys of the data section."""
 
     template: str = "auto"
     kwargs: Mapping[str, Any] = field(default_factory=dict)

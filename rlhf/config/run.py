@@ -55,7 +55,7 @@ class RunConfig(Section):
     """On a GPU: compute products of float32 matrices in TF32, several times as fast, with 10 bits of mantissa. false:
     full float32, as on a CPU."""
     cache_dir: str | None = None
-    """Where reference log-probabilities are cached between runs; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
+    """Folder of the cache of reference log-probabilities between runs; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
 
     def named_after(self, algorithm: str) -> RunConfig:
         """Return the section with the algorithm's name in place of {algorithm}."""
@@ -113,7 +113,7 @@ class CheckpointConfig(Section):
     every: Size = 50
     """Steps between checkpoints; 0: only at the end and on interruption."""
     keep: Count = 2
-    """How many checkpoints are kept; the oldest are deleted first."""
+    """Number of checkpoints to keep; the oldest are deleted first."""
     resume: Literal["auto", "never", "always"] = "auto"
     """Action if the folder holds a run. auto: continue it from its newest intact checkpoint if it is the same
     run; refuse if a setting differs that may not change (docs/run_folder.md). never: begin at step 0; the run in the

@@ -80,7 +80,7 @@ class PassRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """How a model computes."""
+    """The arithmetic of a model."""
 
     wide: int = 4
     """Bytes of a number of the residual stream, and of float32 results."""

@@ -266,7 +266,7 @@ GROUPS = (
     (
         "preferences",
         "Preference loss",
-        "Held-out accuracy is the one to believe; 0.5 is chance. Both log-probabilities falling is common: watch that "
+        "Trust the held-out accuracy; 0.5 is chance. Both log-probabilities falling is common: watch that "
         "the chosen side's does not fall far, and that the held-out score follows the margin.",
     ),
     (
@@ -300,7 +300,7 @@ GROUPS = (
     (
         "environment",
         "Environment",
-        "A return that rises while turns fall to one, or malformed actions rise, is not the task that was meant.",
+        "If the return rises while turns fall to one, or malformed actions rise, the policy learns another task.",
     ),
     ("optimization", "Optimization", "Gradient norms are before clipping."),
     (
