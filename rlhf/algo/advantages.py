@@ -22,7 +22,7 @@ def token_rewards(
 ) -> Float[Tensor, "B T"]:
     """Combine the penalty, the rewards of turns and the score into token rewards (Ziegler et al. 2019, eq. 2).
 
-        r_t = -penalty_t + turn reward_t, plus on the last live token what the score has beyond all turn rewards;
+        r_t = -penalty_t + turn reward_t, plus on the last live token the score less all turn rewards;
         zero outside the mask
 
     So the rewards of a row, without the penalty, add up to its score. A completion without a live token has no place
@@ -54,7 +54,7 @@ def gae(
 
     Completions end, so V after the last token is 0, unless `final_values` gives it for rows that were cut. Masked
     tokens inside a row (observations of an environment; there are none in a plain rollout) are skipped: V_{t+1} and
-    A_{t+1} are then those of the next live token. Where that token is of another turn, lambda is `turn_lambda` (None:
+    A_{t+1} are then taken at the next live token. If that token is of another turn, lambda is `turn_lambda` (None:
     the same).
 
     Returns:
@@ -98,9 +98,9 @@ def vtrace(
         v_t = V_t + rho_t delta_t + gamma c_t (v_{t+1} - V_{t+1})
         A_t = rho_t (delta_t + gamma * lambda * (v_{t+1} - V_{t+1}))
 
-    rho_cap decides which policy's values v are: those of the policy itself without a cap. trace_cap only bounds their
-    variance. At lambda = 1 A is the paper's rho_t (r_t + gamma v_{t+1} - V_t); where all ratios are 1, A and v are
-    those of `gae`. Masked tokens inside a row are skipped.
+    rho_cap decides which policy's values v are: the policy's own values without a cap. trace_cap only bounds their
+    variance. At lambda = 1 A is the paper's rho_t (r_t + gamma v_{t+1} - V_t); if all ratios are 1, A and v are
+    the results of `gae`. Masked tokens inside a row are skipped.
 
     Args:
         rewards: token rewards.
@@ -141,7 +141,7 @@ def rewards_to_go(rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, g
 
 
 Kept = Bool[Tensor, " B"] | None
-"""Which rows count; the others are in no mean and get 0. None: all."""
+"""The rows that count; the others are in no mean and get 0. None: all."""
 
 
 def group_centered(scores: Float[Tensor, " B"], group_size: int, *, kept: Kept = None) -> Float[Tensor, " B"]:
@@ -186,9 +186,9 @@ def leave_one_out(scores: Float[Tensor, " B"], group_size: int, *, kept: Kept = 
 
 @dataclass(frozen=True)
 class _Left:
-    """What is left of groups some of whose rows do not count."""
+    """Groups without the rows that do not count."""
 
-    centered: Float[Tensor, "N G"]  # less the mean of the rows that count; 0 for the others, and where all are equal
+    centered: Float[Tensor, "N G"]  # less the mean of the rows that count; 0 for the others, and if all are equal
     count: Float[Tensor, "N 1"]
 
 
@@ -201,7 +201,7 @@ def _of_kept(groups: Float[Tensor, "N G"], kept: Bool[Tensor, "N G"]) -> _Left:
 
 
 def _subtract_baseline(groups: Float[Tensor, "N G"], baseline: Float[Tensor, "N _"]) -> Float[Tensor, "N G"]:
-    """Subtract the baseline, giving exactly 0 where a group's scores are all equal: a rounded mean may not."""
+    """Subtract the baseline, giving exactly 0 if a group's scores are all equal: a rounded mean may not."""
     return torch.where((groups == groups[:, :1]).all(dim=1, keepdim=True), 0.0, groups - baseline)
 
 

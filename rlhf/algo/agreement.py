@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often a judge prefers the side that people prefer; each figure with its 95 % interval."""
+    """The agreement of a judge's preferences with people's; each figure with its 95 % interval."""
 
     pairs: int
     ties: int  # pairs on which the judge has no preference
@@ -30,7 +30,7 @@ def verdict_kappa(outcomes: Float[Tensor, "*R N"]) -> Float[Tensor, "*R"]:
     which it prefers people's side; a tie agrees with nobody.
 
     Args:
-        outcomes: 1 where the judge prefers the side that people prefer, 0 for the other, 1/2 for a tie.
+        outcomes: 1 if the judge prefers the side that people prefer, 0 for the other, 1/2 for a tie.
     """
     agreed = (outcomes == 1).double().mean(dim=-1)
     tied = (outcomes == 0.5).double().mean(dim=-1)

@@ -1,4 +1,4 @@
-"""Importance weights for completions that another distribution than the policy's sampled: a server, an older policy.
+"""Importance weights for completions from another distribution than the policy's: of a server, or of an older policy.
 
 With r_t = pi_old(y_t | x, y_<t) / mu(y_t | x, y_<t), mu the sampler, and the cap c:
 
@@ -8,10 +8,10 @@ With r_t = pi_old(y_t | x, y_<t) / mu(y_t | x, y_<t), mu the sampler, and the ca
     sequence_mask       w_t = prod_s r_s if that is <= c else 0
 
 E_mu[w(y) f(y)] = E_pi_old[f(y)] for every f holds for prod_s r_s alone. The token weights leave the tokens before t as
-mu draws them; a cap leaves out what exceeds it. tests/algo/test_correction.py computes each bias by enumeration.
+mu draws them; a cap leaves out the part above it. tests/algo/test_correction.py computes each bias by enumeration.
 
 Truncation is Ionides 2008 (per token: Espeholt et al. 2018, eq. 1), apart from the clipped ratio to pi_old (Hilton et
-al. 2022, sec. 2); masking what exceeds the cap is in use against mismatches between samplers and trainers (TRL's GRPO
+al. 2022, sec. 2); masking ratios above the cap is in use against mismatches between samplers and trainers (TRL's GRPO
 has all four). Completions sampled with a hint have truncated weights too (rlhf.algorithms.rescue). The weight of a
 whole sequence is about as small as a success without the hint is rare.
 """

@@ -5,7 +5,7 @@
     jsd       β KL(π_T ‖ m) + (1 − β) KL(π ‖ m),   m = β π_T + (1 − β) π        (Agarwal et al. 2024, GKD, eq. 1)
 
 With the teacher's K likeliest tokens alone, all others are one more outcome, the tail. Merging outcomes makes a
-divergence smaller, never negative, and 0 only where the K probabilities agree. A sum over K tokens without the tail is
+divergence smaller, never negative, and 0 only if the K probabilities agree. A sum over K tokens without the tail is
 no divergence.
 """
 
@@ -25,7 +25,7 @@ LOWEST = -1e4  # nats: stands in for minus infinity, since 0 * -inf would be NaN
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherTokens:
-    """What a teacher says of N next tokens: all log-probabilities, or those of its K likeliest and of the rest."""
+    """A teacher's log-probabilities of N next tokens: of the vocabulary, or of its K likeliest and of the rest."""
 
     logprobs: Float[Tensor, "N K"]
     ids: Int[Tensor, "N K"] | None = None  # the tokens, likeliest first; None: the whole vocabulary in its order
@@ -37,7 +37,7 @@ class TeacherTokens:
         return best if self.ids is None else self.ids.gather(1, best[:, None]).squeeze(1)
 
     def within(self, width: int) -> TeacherTokens:
-        """Return the distribution over the first `width` ids, where the whole vocabulary is given."""
+        """Return the distribution over the first `width` ids, if the whole vocabulary is given."""
         if self.ids is not None or self.logprobs.shape[1] <= width:
             return self
         return TeacherTokens(logprobs=self.logprobs[:, :width].log_softmax(dim=-1))
@@ -55,7 +55,7 @@ class TeacherTokens:
 
 
 def rest_of(logprobs: Float[Tensor, "N K"]) -> Float[Tensor, " N"]:
-    """Compute log(1 − Σ p), the log-probability of all tokens not listed; at least that of a rounding error."""
+    """Compute log(1 − Σ p), the log-probability of all tokens not listed; at least the log of a rounding error."""
     return _floored((1.0 - logprobs.exp().sum(dim=-1)).clamp(min=0.0).log())
 
 
@@ -103,7 +103,7 @@ def shared_outcomes(
 
 
 def same_width(log_pi: Float[Tensor, "N V"], teacher: TeacherTokens) -> tuple[Tensor, TeacherTokens]:
-    """Cut both to the ids that both have, where a model has more embeddings than its tokenizer has tokens."""
+    """Cut both to the ids that both have, if a model has more embeddings than its tokenizer has tokens."""
     if teacher.ids is not None or teacher.logprobs.shape[1] == log_pi.shape[1]:
         return log_pi, teacher
     width = min(log_pi.shape[1], teacher.logprobs.shape[1])

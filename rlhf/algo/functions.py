@@ -1,4 +1,4 @@
-"""Advantages and losses of the user: what such functions are given, and what they return.
+"""Advantages and losses of the user: the arguments of such functions, and their results.
 
 They are set by `algorithm.advantage` or `algorithm.policy_loss` with `type: function`; `rlhf.check` tells whether one
 is right before anything is trained.
@@ -14,8 +14,8 @@ from torch import Tensor
 LossFunction = Callable[..., Float[Tensor, "B T"]]
 """Computes the loss of every token: function(logprobs, old_logprobs, advantages, mask, **kwargs).
 
-All four are [B, T]: the policy's log-probabilities, with gradient; those of the policy that sampled; the advantages;
-and which tokens count. What it returns outside the mask is not used. The aggregation over tokens, the KL penalty and
+All four are [B, T]: the policy's log-probabilities, with gradient; the sampling policy's; the advantages;
+and which tokens count. Its values outside the mask are not used. The aggregation over tokens, the KL penalty and
 the entropy bonus come afterwards, as configured. The loss of a token must not depend on other rows, since a minibatch
 is split into micro-batches of any size.
 """

@@ -27,10 +27,10 @@ def kl_estimate(
 
         k1 = d,   k2 = d^2 / 2,   k3 = exp(-d) - 1 + d,      d = log pi - log pi_ref
 
-    E[k1] = E[k3] = KL. k2 is biased, but as a loss its expected gradient is exactly that of the KL (k1's is zero; k3's
-    is the gradient of the reverse KL(pi_ref || pi)). k2 and k3 are never negative.
+    E[k1] = E[k3] = KL. k2 is biased, but as a loss it has exactly the KL's expected gradient (k1's is zero; k3's is
+    the gradient of the reverse KL(pi_ref || pi)). k2 and k3 are never negative.
 
-    "KL" here is that of the next token, with the state taken as given. Summed over tokens, k1 in the *reward* gives the
+    "KL" here is the KL of the next token in a given state. Summed over tokens, k1 in the *reward* gives the
     gradient of the sequence-level KL. Any of the three in the *loss* ignores how a token affects the KL of later ones,
     and so leads (k2) to pi(a | s) = pi_ref * exp(Q(s, a) / beta), with a Q of the score alone, and not to the optimum
     of the objective.
@@ -54,8 +54,8 @@ def kl_of_distributions(
 
     With completions drawn from pi, E[sum_t KL_t] is the sequence-level KL, as E[sum_t k1_t] is: in each state the
     sampled token's log-ratio is replaced by its mean over tokens (Rao-Blackwell; Amini et al. 2025). This removes the
-    variance of the token itself, and no sum is negative. The variance of the *sum* is nearly always far below that of
-    k1; it need not be, for a token's log-ratio and the KL of what follows may cancel (tests/exact/test_exact_kl.py).
+    variance of the token itself, and no sum is negative. The variance of the *sum* is nearly always far below k1's;
+    it need not be, for a token's log-ratio and the KL of later tokens may cancel (tests/exact/test_exact_kl.py).
     """
     pi = log_pi.exp()
     return torch.where(pi > 0, pi * (log_pi - log_ref), 0.0).sum(dim=-1)

@@ -17,7 +17,7 @@ from rlhf.batching import Number, read_numbers, widen
 class Mean:
     """A weighted mean, kept as two sums so that means add exactly and are divided once.
 
-    The sums of what is on a GPU stay there until they are read: `read_means` does it for many at once.
+    Sums of tensors on a GPU stay there until they are read: `read_means` reads many at once.
     """
 
     total: Number
@@ -65,9 +65,9 @@ def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -
 
 
 def quantiles(values: Float[Tensor, " N"], shares: Sequence[float]) -> list[float]:
-    """Compute quantiles of at least one value, linear between two of them, as torch.quantile does.
+    """Compute quantiles of at least one value, linear between two of them, like torch.quantile.
 
-    That one takes at most 2^24 values, and a step may have more tokens.
+    torch.quantile takes at most 2^24 values, and a step may have more tokens.
     """
     places = [share * (len(values) - 1) for share in shares]
     return [
@@ -111,7 +111,7 @@ def explained_variance(values: Float[Tensor, "B T"], returns: Float[Tensor, "B T
 
         1 - Var(R - V) / Var(R)
 
-    1 is perfect, 0 is as good as a constant, below 0 is worse than that; NaN where Var(R) is 0, or is lost in the
+    1 is perfect, 0 is as good as a constant, below 0 is worse than a constant; NaN if Var(R) is 0, or is lost in the
     rounding of Var(R - V).
     """
     error = returns - values

@@ -29,7 +29,7 @@ class Moments:
 
             n = n_a + n_b,   δ = mean_b - mean_a,   mean = mean_a + δ n_b / n,   S = S_a + S_b + δ² n_a n_b / n
 
-        They are those of all values together, whatever the batches.
+        They are the moments of all values together, however these were split into batches.
         """
         values = widen(values.detach())
         added = float(values.numel())

@@ -1,4 +1,4 @@
-"""What policy losses have in common: importance ratios, KL(old || new), and the weights of the tokens in a loss.
+"""The common parts of policy losses: importance ratios, KL(old || new), and the weights of the tokens in a loss.
 
 The losses themselves are in rlhf/algorithms.
 """
@@ -51,7 +51,7 @@ def kl_old_new(
 
         ratio - 1 - log ratio,     ratio = pi / pi_old
 
-    The samples do not depend on pi, so the expected gradient is exactly that of KL(pi_old || pi).
+    The samples do not depend on pi, so the expected gradient is exactly the gradient of KL(pi_old || pi).
     """
     difference = torch.where(mask, logprobs - old_logprobs, 0.0)
     return torch.expm1(difference) - difference
@@ -70,14 +70,14 @@ def token_weights(
         sequence_sum    1             completions      REINFORCE, ReMax
         constant        1 / T_max     completions      Dr. GRPO
 
-    Rows without a live token do not count. Denominators add up over micro-batches and ranks; that of no tokens is 0.
+    Rows without a live token do not count. Denominators add up over micro-batches and ranks; without tokens it is 0.
     """
     counted = mask if aggregate == "token_mean" else mask.any(dim=1)
     return loss_weights(mask, aggregate, max_tokens=max_tokens), float(counted.sum().item())
 
 
 def loss_weights(mask: Bool[Tensor, "B T"], aggregate: Aggregate, *, max_tokens: int) -> Float[Tensor, "B T"]:
-    """Return each token's weight in the loss, as `token_weights` says, without counting the denominator."""
+    """Return each token's weight in the loss, like `token_weights`, without counting the denominator."""
     live = widen(mask)  # [B, T]: small, and 1 / length stays exact enough for float64 tests
     match aggregate:
         case "sequence_mean":

@@ -1,7 +1,7 @@
 """Learning from some of the completions: the best, the best against the worst, or those sampled with a hint.
 
 A group whose completions all fail has advantages of zero. Sampled once more with a hint h, the same prompt x may give
-a success y ~ pi_old(. | x, h). What is to be learned is pi(. | x), without the hint, so y is off-policy there, and the
+a success y ~ pi_old(. | x, h). The policy has to learn pi(. | x), without the hint, so y is off-policy there, and the
 weights correct for that. Nath et al. 2025 (Guide, arXiv:2506.13923) do this for groups that fail; Yan et al. 2025
 (LUFFY, arXiv:2504.14945) mix completions of a teacher into groups.
 """
@@ -37,7 +37,7 @@ def best_and_worst(
 ) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
     """Return the rows of the best and of the worst completion of each group; of equal scores the first.
 
-    A group has a pair where best > worst and best - worst >= `min_gap`, so N is at most the number of groups (Guo et
+    A group has a pair if best > worst and best - worst >= `min_gap`, so N is at most the number of groups (Guo et
     al. 2024 rank two completions; G > 2 makes the gap wider).
     """
     groups = scores.view(-1, group_size)
@@ -49,7 +49,7 @@ def best_and_worst(
 
 
 def pair_signs(scores: Float[Tensor, " B"], group_size: int, *, min_gap: float = 0.0) -> Float[Tensor, " B"]:
-    """Return +1 for the best of each group, -1 for the worst, and 0 for the others and where there is no pair."""
+    """Return +1 for the best of each group, -1 for the worst, and 0 for the others and in groups without a pair."""
     best, worst = best_and_worst(scores, group_size, min_gap=min_gap)
     return torch.zeros_like(scores).index_fill(0, best, 1.0).index_fill(0, worst, -1.0)
 
@@ -57,7 +57,7 @@ def pair_signs(scores: Float[Tensor, " B"], group_size: int, *, min_gap: float =
 def best_worst_pairs(experience: Experience, *, min_gap: float = 0.0) -> SampledPairs:
     """Pair the best with the worst completion of each prompt for the pair losses, leaving out ties and narrow gaps.
 
-    The reference log-probabilities are those of the rollout, summed over tokens in float64.
+    The reference log-probabilities come from the rollout, summed over tokens in float64.
     """
     best, worst = best_and_worst(experience.scores, experience.group_size, min_gap=min_gap)
     chosen, rejected = experience.rows(best), experience.rows(worst)
@@ -97,7 +97,7 @@ def rest_importance(
 
 
 def success_shares(scores: Float[Tensor, " B"], group_size: int, *, solved_above: float) -> Float[Tensor, " N"]:
-    """Compute the share of each group's scores that are above `solved_above`; NaN where a group has no score.
+    """Compute the share of each group's scores that are above `solved_above`; NaN if a group has no score.
 
     Scores and limit are compared in the scores' own dtype: a float32 score of 0.1 is not above a limit of 0.1.
     """
@@ -119,7 +119,7 @@ def shaped_importance(
         w_t = r_t f'(r_t) = gamma r_t / (r_t + gamma)^2
 
     The objective f(r) A of Yan et al. 2025 (gamma 0.1) has the gradient f'(r) r A grad log pi; w is its factor at the
-    policy that sampled. It is 1/4 where r = gamma and falls on both sides: a token that the plain prompt makes unlikely
+    policy that sampled. It is 1/4 at r = gamma and falls on both sides: a token that the plain prompt makes unlikely
     weighs more than by its ratio (w / r -> 1 / gamma), one that it makes likely already weighs less. The paper sets the
     denominator to 1, having no probabilities of its teacher; here it is known.
     """
@@ -130,7 +130,7 @@ def shaped_importance(
 def effective_sample_share(weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> float:
     """Compute the effective sample size of the live weights as a share of their number (Kish 1965); 0 if none is live.
 
-    (sum w)^2 / (n sum w^2):  1 where all are equal, 1 / n where one has it all
+    (sum w)^2 / (n sum w^2):  1 if all are equal, 1 / n if one has all the weight
     """
     live = widen(weights[mask])
     squares = float((live**2).sum())

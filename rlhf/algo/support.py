@@ -9,10 +9,10 @@ gradient of another objective. So each completion is stored with its sets, and t
 
     log pi_S(y_t) = log pi(y_t) - log Σ_{j in S_t} exp log pi(j),
 
-whose gradient is that of E_{pi_S}[score], since a set changes with the weights at single points only.
+whose gradient is the gradient of E_{pi_S}[score], since a set changes with the weights at single points only.
 tests/algo/test_support.py computes both by enumeration.
 
-Top-k: Fan et al. 2018; top-p: Holtzman et al. 2020; min-p: Nguyen et al. 2024. The order is that of transformers.
+Top-k: Fan et al. 2018; top-p: Holtzman et al. 2020; min-p: Nguyen et al. 2024. transformers has the same order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BITS = 8
 
 @dataclass(frozen=True)
 class SamplingLimits:
-    """What leaves tokens out; these values leave out none."""
+    """The limits that leave tokens out; the defaults leave out none."""
 
     top_k: int = 0  # the likeliest so many; 0: all
     top_p: float = 1.0  # the likeliest that together have this probability
@@ -90,5 +90,5 @@ def restricted(log_pi: Float[Tensor, "N V"], packed: UInt8[Tensor, "N W"]) -> Fl
 
 
 def log_mass(log_pi: Float[Tensor, "N V"], packed: UInt8[Tensor, "N W"]) -> Float[Tensor, " N"]:
-    """Compute log Σ_{j in S} pi(j) of each token, which log pi(y) is too large by."""
+    """Compute log Σ_{j in S} pi(j) of each token, which is log pi(y) - log pi_S(y)."""
     return log_pi.masked_fill(~unpack(packed, log_pi.shape[1]), -torch.inf).logsumexp(dim=-1)

@@ -15,14 +15,14 @@ Vector = Float[Tensor, " N"]
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """What conjugate gradients arrived at."""
+    """The result of conjugate gradients."""
 
     x: Vector
     remainder: Vector  # b - A x, as the recursion keeps it
     iterations: int
 
     def residual(self, b: Vector) -> float:
-        """Compute |b - A x| / |b|: 0 is solved, 1 is no better than x = 0; 0 where b is 0."""
+        """Compute |b - A x| / |b|: 0 is solved, 1 is no better than x = 0; 0 if b is 0."""
         norm = float(b.norm())
         return float(self.remainder.norm()) / norm if norm > 0 else 0.0
 
@@ -35,8 +35,8 @@ def conjugate_gradient(
         x = 0,  r = p = b;   a = r.r / p.Ap,  x += a p,  r' = r - a Ap,  p = r' + (r'.r' / r.r) p,  r = r'
 
     In exact arithmetic N iterations solve it; k iterations give the minimizer of x.Ax / 2 - b.x over the span of
-    b, Ab, ..., A^(k-1) b. It stops early at |r| <= tolerance * |b|, and where p.Ap is not positive: rounding has then
-    eaten what was left of A.
+    b, Ab, ..., A^(k-1) b. It stops early at |r| <= tolerance * |b|, and if p.Ap is not positive: the rest of A is then
+    smaller than rounding errors.
 
     Args:
         product: returns A v.
@@ -78,7 +78,7 @@ def softmax_fisher_product(
 
 
 def undamped_curvature(solution: Solution, b: Vector, *, damping: float) -> float:
-    """Compute x.Fx where x solves (F + damping) x = b up to its remainder r, without another product with F.
+    """Compute x.Fx for an x that solves (F + damping) x = b up to its remainder r, without another product with F.
 
     x.Fx = x.(b - r) - damping * x.x
     """
@@ -91,14 +91,14 @@ def step_length(curvature: float, *, max_kl: float) -> float:
 
         KL(pi_old || pi_(theta + s x)) = s^2 x.Fx / 2 + O(s^3)   so   s = sqrt(2 max_kl / x.Fx)
 
-    0 where the curvature x.Fx is not a positive number: the direction does not move the policy, or is noise.
+    0 if the curvature x.Fx is not a positive number: the direction does not move the policy, or is noise.
     """
     return math.sqrt(2.0 * max_kl / curvature) if 0.0 < curvature < math.inf else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a step of some length does."""
+    """The effect of a step of some length."""
 
     length: float
     kl: float  # KL(old || new), exact, nats per token
@@ -107,7 +107,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class LineSearch:
-    """What a line search arrived at."""
+    """The result of a line search."""
 
     first: Trial  # the full step
     last: Trial  # the one taken, if any was accepted
@@ -125,11 +125,11 @@ def backtrack(
 ) -> LineSearch:
     """Find the longest acceptable step of lengths s, s * shrink, s * shrink^2, ... (Schulman et al. 2015, app. C).
 
-    The quadratic model that gave the full length ignores the third order, and the surrogate is trusted only where
+    The quadratic model that gave the full length ignores the third order, and the surrogate is trusted only if
     KL(old || new) <= max_kl: neither is assumed, both are evaluated.
 
     Args:
-        attempt: returns what a step of this length does.
+        attempt: returns the effect of a step of this length.
         length: of the full step.
         max_kl: the trust region, in nats per token.
         shrink: the factor between two lengths, below 1.

@@ -43,7 +43,7 @@ class StepSizes:
 
 
 class Advantage(Choice):
-    """A way to compute advantages; a member has its settings, its equation, and what a run has to do for it."""
+    """A way to compute advantages; a member has its settings, its equation, and its demands on a run."""
 
     needs_critic: ClassVar[bool] = False
     """Whether it reads the values of a critic."""
@@ -56,7 +56,7 @@ class Advantage(Choice):
     chooses_rows: ClassVar[bool] = False
     """Whether completions without an advantage are left out of the loss."""
     imitates: ClassVar[bool] = False
-    """Whether what it chooses is imitated, whoever wrote it: no importance ratio is needed then."""
+    """Whether it imitates the completions that it selects, from any source: no importance ratio is needed then."""
     reads_old_logprobs: ClassVar[bool] = True
     """Whether the log-probabilities of the policy that sampled have to be known before the update."""
 
@@ -74,10 +74,10 @@ class Advantage(Choice):
         return False
 
     def load(self) -> None:
-        """Import what the settings name, at the start of a run; an error names the key."""
+        """Import the functions that the settings name, at the start of a run; an error names the key."""
 
     def check_rescue(self) -> None:
-        """Check that the advantages are right where some completions are sampled with a hint (algorithm.rescue)."""
+        """Check that the advantages are right if some completions are sampled with a hint (algorithm.rescue)."""
         if not (self.is_group or self.needs_critic):
             raise ValueError(
                 "algorithm.rescue needs a baseline of the prompt, of a group or of a critic: set "
@@ -103,7 +103,7 @@ class Advantage(Choice):
     def compute_stale(
         self, rollout: Rollout, rewards: Float[Tensor, "B T"], *, rho_cap: float, trace_cap: float
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-        """Compute what `compute` does for completions of an older policy, corrected by V-trace."""
+        """Compute the results of `compute` for completions of an older policy, corrected by V-trace."""
         raise NotImplementedError
 
     def of_minibatch(self, minibatch: Experience) -> Experience:
@@ -115,9 +115,9 @@ class Advantage(Choice):
         return experience.advantages
 
     def select(self, experience: Experience, *, drops_rows: bool) -> Experience | SampledPairs:
-        """Select what the update trains on: rows, or pairs of rows; `drops_rows` says that some are in no loss at all.
+        """Select the rows, or pairs of rows, to train on; `drops_rows` says that some are in no loss at all.
 
-        Where all are dropped, all rows are returned, and have a gradient of zero.
+        If all are dropped, all rows are returned, and have a gradient of zero.
         """
         rows = experience.loss_mask.any(dim=1).nonzero().flatten()
         return experience.rows(rows) if drops_rows and len(rows) else experience

@@ -36,9 +36,8 @@ class CispoLoss(TokenLoss):
 
             -sg(clip(ratio, 1 - low, 1 + high)) * A * log pi
 
-        sg stops the gradient, so every token keeps its own, -weight * A * grad log pi, even where the clip is active:
-        the clip bounds a token's weight but never silences it. Where it is not active, the gradient is that of
-        ratio * A.
+        sg stops the gradient, so every token keeps its own, -weight * A * grad log pi, even if the clip is active:
+        the clip bounds a token's weight but never silences it. Otherwise the loss has the gradient of ratio * A.
         """
         ratio = tokens.ratio.detach()
         weight = ratio.clamp(1.0 - self.clip_eps_low, 1.0 + self.clip_eps_high)

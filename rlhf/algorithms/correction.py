@@ -1,4 +1,4 @@
-"""Corrections of completions that another distribution than the policy's sampled; the equations are in rlhf.algo."""
+"""Corrections for completions from another distribution than the policy's; the equations are in rlhf.algo."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Correction(Choice):
 
 
 class NoCorrection(Correction):
-    """No correction: what the sampler drew counts as drawn by the policy."""
+    """No correction: the sampler's tokens count as drawn by the policy."""
 
     is_off: ClassVar[bool] = True
 

@@ -1,8 +1,8 @@
-"""Curriculum: a prompt is dealt as often as its success rate makes it worth.
+"""Curriculum: the success rate of a prompt decides how often it is dealt.
 
-The policy gradient of a score of 0 or 1 has no signal where all completions of a prompt succeed or all fail. Foster and
+The policy gradient of a score of 0 or 1 has no signal if all completions of a prompt succeed or all fail. Foster and
 Foerster 2025 (arXiv:2502.12272) sample prompts by the variance of success p (1 - p); Bae et al. 2025 (arXiv:2504.03380)
-keep those of intermediate success.
+keep the prompts of intermediate success.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Curriculum(Choice):
-    """How often a prompt is dealt, given its success rate in earlier steps; one that was not dealt yet always is.
+    """The chance that a prompt is dealt, from its success rate in earlier steps; 1 if it was not dealt yet.
 
     Each prompt of a shuffled epoch is dealt with its chance, and passed over otherwise. The draws are keyed by the
     prompt's place in the endless sequence of epochs.
@@ -46,7 +46,7 @@ class Curriculum(Choice):
         raise NotImplementedError
 
     def chance(self, rate: float | None) -> float:
-        """Return the probability that a prompt is dealt; `rate` is None where it has none yet."""
+        """Return the probability that a prompt is dealt; `rate` is None if it has none yet."""
         return 1.0 if rate is None else max(self.floor, min(self.worth(rate), 1.0))
 
     def updated(self, rate: float | None, share: float) -> float:

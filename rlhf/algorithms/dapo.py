@@ -1,4 +1,4 @@
-"""DAPO (Yu et al. 2025): GRPO with a higher clip above, a mean over tokens, and without groups that say nothing.
+"""DAPO (Yu et al. 2025): GRPO with a higher clip above, a mean over tokens, and without groups of equal scores.
 
     -min(ratio * A, clip(ratio, 1 - 0.2, 1 + 0.28) * A),  the mean over all tokens of the step;  no KL penalty
 

@@ -63,22 +63,22 @@ def _log_ratio_reward(gamma: float) -> dict[str, Any]:
 
 
 OPD = _log_ratio_reward(0.0)
-OPD["guard"] = {**UNSCORED["guard"], "allow": ["discount"]}  # a token's own reward is all that it is to learn from
+OPD["guard"] = {**UNSCORED["guard"], "allow": ["discount"]}  # a token learns from its own reward alone
 preset("opd", OPD)
 preset("minillm", _log_ratio_reward(1.0))
 
 HALF = 0.5  # the Jensen-Shannon divergence itself
 COLUMNS = ("divergence", "kl", "agreement", "teacher_tail", "student_tail", "error")
-"""What `DistillSettings.against_teacher` computes of each token."""
+"""The numbers that `DistillSettings.against_teacher` computes for each token."""
 
 
 def reverse_without_tail(settings: DistillSettings, facts: Facts) -> Value | None:
-    """Return false where the policy can leave the teacher's tokens at no cost."""
+    """Return false if the policy can leave the teacher's tokens at no cost."""
     return "false" if not settings.tail and settings.divergence == "reverse" else None
 
 
 class DistillSettings(Section):
-    """Which divergence of policy and teacher is minimized, and over which tokens."""
+    """The divergence of policy and teacher to minimize, and the tokens to compute it over."""
 
     divergence: Literal["reverse", "forward", "jsd"] = "reverse"
     """reverse: KL(policy || teacher), which seeks a mode; forward: KL(teacher || policy), which covers all;
@@ -90,7 +90,7 @@ class DistillSettings(Section):
     """Compare the teacher's so many likeliest tokens and the tail, which is all others together; null: the whole
     vocabulary, or all tokens that the teacher gives."""
     tail: bool = True
-    """With top_k: false compares the probabilities within the likeliest tokens alone, whatever else the policy does."""
+    """With top_k: false compares the probabilities within the likeliest tokens alone, and ignores all other tokens."""
 
     lint_rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -114,8 +114,8 @@ class DistillSettings(Section):
     def against_teacher(self, log_pi: Float[Tensor, "N V"], teacher: TeacherTokens) -> Float[Tensor, "6 N"]:
         """Compute the `COLUMNS` of each token; the divergence alone has a gradient.
 
-        `kl` is KL(policy || teacher) whatever the divergence is, over all that the teacher gives. `error` is what top_k
-        takes from the divergence if the teacher gave the vocabulary, a bound of it if not, and NaN without a bound.
+        `kl` is KL(policy || teacher) for every divergence, over all tokens that the teacher gives. `error` is the part
+        of the divergence that top_k leaves out if the teacher gave the vocabulary, else a bound of it, NaN without one.
         """
         import torch
 
@@ -136,7 +136,7 @@ class DistillSettings(Section):
                     error = divergence(log_pi, given.logprobs, self.divergence, beta=self.beta) - value
                 elif self.tail:
                     error = tail_error_bound(log_pi, read, self.divergence, beta=self.beta)
-                else:  # what is compared among the K tokens says nothing of the others
+                else:  # a comparison among the K tokens says nothing of the others
                     error = torch.full_like(value, torch.nan)
         return torch.stack([value, kl, agreement, *tails, error])
 
@@ -174,7 +174,7 @@ class DistillLoss(DistillSettings, TokenLoss):
     type: Literal["distill"] = "distill"
 
     def check(self, algorithm: online.Online) -> None:
-        """Check that no setting is there that a divergence does not read."""
+        """Check that no setting is given that a divergence does not read."""
         if algorithm.value_loss is not None:
             raise ValueError("a divergence reads no advantage: choose an advantage.type without a critic for distill")
         if algorithm.kl.placement == "reward" and algorithm.kl.weighs:

@@ -1,4 +1,4 @@
-"""Losses and advantages of the user that are functions: rlhf.algo.functions says what such a function is given."""
+"""Losses and advantages of the user that are functions: rlhf.algo.functions describes their arguments."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Discount = Annotated[
 
 
 def not_whitened(advantage: Gae, facts: Facts) -> Value | None:
-    """Return false where the advantages are not normalized."""
+    """Return false if the advantages are not normalized."""
     return None if advantage.whiten else "false"
 
 

@@ -14,7 +14,7 @@ ENOUGH_STEPS = 20  # fewer are a trial, in which no controller gets anywhere
 
 
 class KlController(Choice):
-    """What becomes of the coefficient of the KL penalty from step to step."""
+    """The change of the coefficient of the KL penalty from step to step."""
 
     adapts: ClassVar[bool] = False
     """Whether it moves the coefficient, by the KL that a step has measured."""
@@ -109,7 +109,7 @@ class AdaptiveKl(KlController):
 
             e = clip(KL / target - 1, -0.2, 0.2),   coef <- coef * (1 + e * completions / horizon)
 
-        A KL of NaN carries no information: the coefficient stays as it is.
+        A KL of NaN carries no information: the coefficient does not change.
         """
         if math.isnan(kl):
             return coef
@@ -118,7 +118,7 @@ class AdaptiveKl(KlController):
 
 
 def coefficient(kl: Kl, facts: Facts) -> Value | None:
-    """Return a coefficient of the penalty that is out of range; 0 is another rule's business."""
+    """Return a coefficient of the penalty that is out of range; another rule is for 0."""
     is_usual = kl.placement == "none" or kl.coef == 0 or 1e-4 <= kl.coef <= 0.5
     return None if is_usual or kl.to == "teacher" else kl.coef  # a teacher's weight is the objective's own
 
@@ -129,7 +129,7 @@ def estimator_in_reward(kl: Kl, facts: Facts) -> Value | None:
 
 
 def adaptive_from_zero(kl: Kl, facts: Facts) -> Value | None:
-    """Return 0 where a controller multiplies a coefficient of 0."""
+    """Return 0 if a controller multiplies a coefficient of 0."""
     return 0.0 if kl.controller.adapts and kl.coef == 0 else None
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def one_sided(weight: str) -> Rule:
-    """Return the rule that warns where a side has no weight."""
+    """Return the rule that warns if a side has no weight."""
 
     def violation(loss: Kto, facts: Facts) -> Value | None:
         return 0.0 if getattr(loss, weight) == 0.0 else None
@@ -36,8 +36,8 @@ def one_sided(weight: str) -> Rule:
 class Kto(LabelLoss):
     """Kahneman-Tversky optimization (Ethayarajh et al. 2024), on single labelled completions or the sides of pairs.
 
-        L = λ_D (1 - σ(β (h - z0)))     where the completion is desirable
-        L = λ_U (1 - σ(β (z0 - h)))     where it is not
+        L = λ_D (1 - σ(β (h - z0)))     if the completion is desirable
+        L = λ_U (1 - σ(β (z0 - h)))     if it is not desirable
 
     The loss is eq. 8 of the paper; λ_D and λ_U are `desirable_weight` and `undesirable_weight`.
     """
@@ -92,9 +92,9 @@ class Kto(LabelLoss):
 
 
 def mismatched_partners(prompts: Sequence[Hashable]) -> list[int]:
-    """Return for every row the next row, cyclically, that has a different prompt; just the next where all are equal.
+    """Return for every row the next row, cyclically, that has a different prompt; just the next if all are equal.
 
-    The paper shifts a batch by one, but where neighbors share a prompt, that is not a mismatch.
+    The paper shifts a batch by one, but if neighbors share a prompt, the shifted pair is no mismatch.
     """
     count = len(prompts)
     partners = [(row + 1) % count for row in range(count)]

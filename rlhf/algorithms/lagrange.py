@@ -3,9 +3,9 @@
     maximize E[score]   subject to   E[cost] <= limit
     min over λ >= 0, max over the policy:   E[score] - λ (E[cost] - limit)
 
-A source of costs stands beside that of the reward (reward.cost). Every online algorithm can have the multiplier; the
-preset is PPO's. With critics of its own for score and cost, as in the paper, the advantage is that of the same
-combination: GAE is linear in the rewards. Here one critic learns the combined return.
+A source of costs (reward.cost) stands beside the source of the reward. Every online algorithm can have the multiplier;
+the preset is PPO's. The paper has one critic for the score and one for the cost, and combines their advantages. GAE is
+linear in the rewards, so one critic of the combined return gives the same, as here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Lagrange(Section):
     lowest: Positive = 0.001
     """Smallest multiplier. In log space 0 is never reached, and from a smaller value the way back takes longer."""
     highest: Positive = 20.0
-    """Largest multiplier; the metric lagrange/at_limit is 1 where it is reached."""
+    """Largest multiplier; the metric lagrange/at_limit is 1 when it is reached."""
 
     lint_rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -72,7 +72,7 @@ class Lagrange(Section):
             "overshoots, and cost and score oscillate.",
             source="implementation detail: ln λ moves by lr · λ · (cost - limit); Stooke et al. 2020: "
             "Lagrangian methods oscillate",
-            fix="algorithm.lagrange.lr=0.1, or less where costs are large numbers",
+            fix="algorithm.lagrange.lr=0.1, or less if costs are large numbers",
         ),
         Rule(
             name="multiplier-too-slow",
@@ -82,7 +82,7 @@ class Lagrange(Section):
             reason="A cost one unit above its limit changes the multiplier by less than 10 % over the whole run, so "
             "it is practically a fixed weight.",
             source="implementation detail: ln λ moves by lr · λ · (cost - limit)",
-            fix="algorithm.lagrange.lr=0.1, or more where costs are small numbers",
+            fix="algorithm.lagrange.lr=0.1, or more if costs are small numbers",
         ),
     )
 
@@ -116,8 +116,8 @@ class Lagrange(Section):
 
             (score - λ cost) / (1 + λ)
 
-        The division keeps the scale of the rewards, and so that of the updates and of the KL penalty, when λ grows. The
-        limit is a constant and left out: it changes no gradient.
+        The division keeps the scale of rewards, updates and KL penalty when λ grows. The limit is a constant and
+        left out: it changes no gradient.
         """
         return (scores - multiplier * costs) / (1.0 + multiplier)
 

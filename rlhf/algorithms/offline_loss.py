@@ -1,4 +1,4 @@
-"""What every loss over fixed data is: a section with its equation, which the offline loop asks for values.
+"""Defines the losses over fixed data: sections with an equation each, which the offline loop asks for values.
 
 The functions take one number per completion. With y_w the chosen completion of prompt x and y_l the rejected one, a
 `rlhf.types.Side` of the pairs has
@@ -7,7 +7,7 @@ The functions take one number per completion. With y_w the chosen completion of 
     log_ratios         h(y), its log-ratio to the reference, log π(y) - log π_ref(y)
     mean_logprobs      m(y), its mean log-probability per token, log π(y) / |y|
 
-The implicit reward of a completion is what the loss compares; the chosen side wins where its reward is higher. A new
+The loss compares the implicit rewards of completions; the chosen side wins if its reward is higher. A new
 loss is one class, in this package or in a user's module; it is a preset of its own name.
 """
 
@@ -54,7 +54,7 @@ class OfflineLoss(Choice):
     """A loss over a fixed data set."""
 
     data: ClassVar[Literal["demonstrations", "pairs", "labelled"]]
-    """What a row of the data is: a text to imitate, a pair of completions, or a completion with a label."""
+    """The kind of the data's rows: a text to imitate, a pair of completions, or a completion with a label."""
     completions_per_row: ClassVar[int] = 1
     needs_reference: ClassVar[bool] = False
     """Whether the loss reads the reference's log-probabilities."""

@@ -95,7 +95,7 @@ class Online(Section):
 
     @property
     def follows_prompts(self) -> bool:
-        """Return whether prompts are dealt, or given hints, by what became of them in earlier steps."""
+        """Return whether prompts are dealt, or given hints, by their results in earlier steps."""
         return self.rescue is not None or self.curriculum is not None
 
     @property
@@ -137,7 +137,7 @@ class Online(Section):
 
     @property
     def reads_old_log_probs_before_update(self) -> bool:
-        """Return whether something depends on them that is not a single pass over all completions of a step."""
+        """Return whether they are read by anything but a single pass over all completions of a step."""
         drops_rows = self.drop_uniform_groups or self.mask_truncated
         in_reward = self.kl.placement == "reward" and self.kl.weighs
         in_advantage = self.rescue is not None or self.advantage.reads_old_logprobs

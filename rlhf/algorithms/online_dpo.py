@@ -101,7 +101,7 @@ class OnlinePairLoss(PolicyLoss):
         if algorithm.mask_truncated:
             raise ValueError(
                 "mask_truncated leaves out single completions, but a pair loss learns from two at once: "
-                "set mask_truncated=false, and reward.shaping.missing_eos_penalty to rank what is cut off lower"
+                "set mask_truncated=false, and reward.shaping.missing_eos_penalty to rank cut completions lower"
             )
         if algorithm.kl.placement != "none":
             raise ValueError(

@@ -36,8 +36,8 @@ class PenaltyLoss(TokenLoss):
     factor: Annotated[float, Field(gt=1)] = 2.0
     """Factor of the coefficient outside the band (Heess et al. 2017: 1.5)."""
     backtrack_above: Positive | None = None
-    """After a step whose KL(old || new) is above this x target, move the policy's weights half of the way back until it
-    is not; costs a pass without gradient in each step. null: never."""
+    """After a step whose KL(old || new) is above this x target, move the policy's weights half of the way back until
+    the KL is not above it; costs a pass without gradient in each step. null: never."""
 
     @property
     def ratio_level(self) -> RatioLevel:
@@ -46,7 +46,7 @@ class PenaltyLoss(TokenLoss):
 
     @property
     def drawn_ratios(self) -> tuple[float, float] | None:
-        """Return the ratios around 1 in which most are."""
+        """Return the range around 1 that has most of the ratios."""
         return 0.5, 1.5
 
     @property
@@ -65,7 +65,7 @@ class PenaltyLoss(TokenLoss):
         return None if self.backtrack_above is None else self.backtrack_above * self.target
 
     def check_run(self, *, sharding: str, splits_weights: bool, shares_backbone: bool) -> None:
-        """Check that every rank has whole weights to move back, if steps are."""
+        """Check that every rank has whole weights to move back, if steps are moved back."""
         if self.backtrack_above is not None and splits_weights:
             raise ValueError(
                 f"policy_loss.backtrack_above moves whole weights back, but sharding is {sharding}: set sharding=ddp, "
@@ -90,7 +90,7 @@ class PenaltyLoss(TokenLoss):
     def next_coef(self, coef: float, *, kl: float) -> float:
         """Return the coefficient of the penalty for the next step (Schulman et al. 2017, sec. 4).
 
-        It is divided by `factor` where KL < target / band and multiplied by it where KL > target * band; both are in
+        It is divided by `factor` if KL < target / band and multiplied by it if KL > target * band; both are in
         nats per token. It stays within a millionth and a million times its start.
         """
         if kl < self.target / self.band:

@@ -25,7 +25,7 @@ RatioLevel = Literal["token", "sequence", "sequence_mean"]
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What a loss per token is computed from; all of it is [B, T], and 0 outside the mask, where the ratio is 1."""
+    """The inputs of a loss per token; all of them are [B, T], and 0 outside the mask, where the ratio is 1."""
 
     ratio: Float[Tensor, "B T"]  # pi / pi_old at the level that the loss asks for
     logprobs: Float[Tensor, "B T"]  # log pi, with gradient
@@ -34,7 +34,7 @@ class Tokens:
     mask: Bool[Tensor, "B T"]
     old_kl: Float[Tensor, "B T"]  # the estimate of KL(old || new)
     coefs: Coefs  # as the controllers have set them for this step
-    teacher: Float[Tensor, "K B T"] | None = None  # what the loss's `against_teacher` gave, if it reads a teacher
+    teacher: Float[Tensor, "K B T"] | None = None  # the output of the loss's `against_teacher`, if it reads a teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Surrogate:
 
 
 class PolicyLoss(Choice):
-    """A loss of the policy; a member has its settings, its equation, and what a run has to do for it."""
+    """A loss of the policy; a member has its settings, its equation, and its demands on a run."""
 
     reads_old_logprobs: ClassVar[bool] = False
     """Whether the log-probabilities of the policy that sampled have to be known before the update."""
@@ -63,7 +63,7 @@ class PolicyLoss(Choice):
     searches: ClassVar[bool] = False
     """Whether the policy takes one step on each batch, which `search` finds, in place of the optimizer's steps."""
     unread_optimizer: ClassVar[str] = "the policy loss searches its step itself"
-    """Why the settings of the policy's optimizer are not read where it `searches`."""
+    """The reason that the settings of the policy's optimizer are not read if it `searches`."""
 
     @property
     def coef_metric(self) -> str:
@@ -100,7 +100,7 @@ class PolicyLoss(Choice):
         return coef
 
     def load(self) -> None:
-        """Import what the settings name, at the start of a run; an error names the key."""
+        """Import the functions that the settings name, at the start of a run; an error names the key."""
 
     def against_teacher(self, log_pi: Float[Tensor, "N V"], teacher: TeacherTokens) -> Float[Tensor, "K N"]:
         """Compute K numbers of each token from its distributions; `Tokens.teacher` has them, with their gradient."""
@@ -113,7 +113,7 @@ class PolicyLoss(Choice):
         """Check that the loss can work with steps of these sizes; a ValueError says what to set."""
 
     def check_run(self, *, sharding: str, splits_weights: bool, shares_backbone: bool) -> None:
-        """Check that the loss can work with the run's sharding, and with a critic on the policy's backbone if it is."""
+        """Check that the loss can work with the run's sharding, and with a critic that shares the policy's backbone."""
 
     def check_parameters(self, count: int) -> None:
         """Check that a step can be searched over this many trained parameters."""
@@ -124,7 +124,7 @@ class PolicyLoss(Choice):
 
 
 class TokenLoss(PolicyLoss):
-    """What every surrogate loss has: a weight for each token, and an entropy bonus."""
+    """The base of the surrogate losses: a weight for each token, and an entropy bonus."""
 
     aggregate: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
     """Weights of the tokens in the loss (rlhf.algo.policy_loss.token_weights)."""
@@ -157,7 +157,7 @@ class TokenLoss(PolicyLoss):
         return None
 
     def per_token(self, tokens: Tokens) -> Surrogate:
-        """Compute the loss of every token; what is outside the mask is not used.
+        """Compute the loss of every token; values outside the mask are not used.
 
         The loss of a token must not depend on other rows: a minibatch is split into micro-batches of any size. Weights
         and sum over tokens, the KL penalty and the entropy bonus come afterwards, as configured.

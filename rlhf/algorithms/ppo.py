@@ -21,13 +21,13 @@ CLIP_RANGES = {"token": (0.1, 0.3), "sequence": (0.1, 0.3), "sequence_mean": (1e
 CLIP_BAND = CLIP_STEP = 1.5  # of the adaptive clip range: around its target KL, and of the range in one step
 LARGEST_CLIP_SCALE = 4.0
 CRITIC: dict[str, Any] = {"advantage": {"type": "gae"}, "value_loss": {}, "kl": {"placement": "reward"}}
-"""What every preset with a critic has; Kl has its estimator and coefficient."""
+"""The settings of every preset with a critic; Kl has its estimator and coefficient."""
 
 preset("ppo", {"algorithm": CRITIC})
 
 
 def clip_is_zero(loss: ClipLoss, facts: Facts) -> Value | None:
-    """Return the clip range where it leaves no room on either side."""
+    """Return the clip range if it leaves no room on either side."""
     return 0.0 if loss.clip_eps_low == 0 and loss.clip_eps_high == 0 else None
 
 
@@ -108,12 +108,12 @@ class ClipLoss(TokenLoss):
 
     @property
     def has_narrow_clip(self) -> bool:
-        """Return whether the clip range is that of GSPO."""
+        """Return whether the clip range is as narrow as GSPO's."""
         return self.ratio == "sequence_mean"
 
     @property
     def drawn_ratios(self) -> tuple[float, float] | None:
-        """Return three clip ranges on either side of 1; None where there is no range."""
+        """Return three clip ranges on either side of 1; None if there is no range."""
         low, high = max(0.0, 1.0 - 3 * self.clip_eps_low), 1.0 + 3 * self.clip_eps_high
         return (low, high) if low < high else None
 
@@ -130,8 +130,8 @@ class ClipLoss(TokenLoss):
     def next_coef(self, coef: float, *, kl: float) -> float:
         """Return the scale of the clip range for the next step.
 
-        The rule of the adaptive penalty (Schulman et al. 2017, sec. 4), here for the clip: divided by 1.5 where
-        KL > target * 1.5, multiplied by 1.5 where KL < target / 1.5, and kept within [1/4, 4].
+        The rule of the adaptive penalty (Schulman et al. 2017, sec. 4), here for the clip: divided by 1.5 if
+        KL > target * 1.5, multiplied by 1.5 if KL < target / 1.5, and kept within [1/4, 4].
         """
         if self.adapt_to is None:
             return coef

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {}
-"""What each preset stands for: the section `algorithm`, and the sizes that it requires or is designed for.
-docs/algorithms/ has a page for each: equations, defaults, departures from the paper, what to watch."""
+"""The meaning of each preset: the section `algorithm`, and the sizes that it requires or is designed for.
+docs/algorithms/ has a page for each: equations, defaults, departures from the paper, metrics to watch."""
 
 
 def preset(name: str, settings: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The plain policy gradient (REINFORCE, Williams 1992), REINFORCE++ (Hu et al. 2025), and A2C (Mnih et al. 2016).
 
-REINFORCE has no baseline. REINFORCE++ has the mean of the batch for one, and PPO's clip. A2C has a critic.
+REINFORCE has no baseline. REINFORCE++ has the mean of the batch as its baseline, and PPO's clip. A2C has a critic.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PolicyGradientLoss(TokenLoss):
     type: Literal["policy_gradient"] = "policy_gradient"
 
     def check_sizes(self, sizes: StepSizes, algorithm: online.Online) -> None:
-        """Check that there is a single update on the same completions, except where they are imitated."""
+        """Check that there is a single update on the same completions, unless they are imitated."""
         if sizes.updates > 1 and not algorithm.advantage.imitates:
             raise ValueError(
                 "the policy_gradient loss has no importance ratio, so a second optimizer step on the same completions "
@@ -65,7 +65,7 @@ class PolicyGradientLoss(TokenLoss):
 
             -A * log pi
 
-        Its gradient is that of every ratio-based surrogate at ratio 1; there is no ratio here that could move away
+        It has the gradient of every ratio-based surrogate at ratio 1; there is no ratio here that could move away
         from 1.
         """
         return Surrogate(per_token=-tokens.advantages * tokens.logprobs)

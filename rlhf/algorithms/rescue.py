@@ -84,7 +84,7 @@ class TokenWeights(HintWeights):
     ) -> Float[Tensor, "B T"]:
         """Compute weights that correct the choice of each token, given those before it.
 
-        Those before it stay the hinted ones, which is the bias of these weights.
+        The tokens before it stay as drawn with the hint, which is the bias of these weights.
         """
         from rlhf.algo.correction import token_ratios, truncated
 
@@ -109,7 +109,7 @@ class SequenceWeights(HintWeights):
     def weigh_values(
         self, logprobs: Float[Tensor, "B T"], sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
-        """Compute the same weights: the critic's expected loss is then that of plain sampling, too."""
+        """Compute the same weights: the critic's expected loss is then the same as with plain sampling."""
         return self.weigh(logprobs, sampler_logprobs, mask)
 
 
@@ -137,7 +137,7 @@ class ReplayConfig(Section):
     share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Maximum share of a step's prompts that are replays (at least one prompt)."""
     until: Literal["plain", "hinted"] = "plain"
-    """End of a prompt's replays. plain: a completion without a hint succeeds; hinted: any completion does."""
+    """End of a prompt's replays. plain: a completion without a hint succeeds; hinted: any completion succeeds."""
 
     def per_step(self, prompts: int) -> int:
         """Return how many of a step's `prompts` may be replays."""
@@ -150,12 +150,12 @@ class Rescue(Section):
     hints: Annotated[list[Hint], Field(min_length=1, max_length=MOST_HINTS)]
     """Hints from weakest to strongest; one round of sampling each, for prompts that still fail."""
     solved_above: float = 0.0
-    """A completion succeeds if its score after shaping is above this; a group fails if none does."""
+    """A completion succeeds if its score after shaping is above this; a group fails without a success."""
     hinted_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Share of a group sampled with the hint, replacing as many failures: at least one of each, but in a group of one
-    completion that one."""
+    """Share of a group sampled with the hint, replacing as many failures: at least one of each; the
+    completion of a group of one is sampled with it."""
     after: Annotated[int, Field(ge=0)] = 0
-    """When a prompt is given a hint. 0: in the step in which its whole group fails. N: in every step after its
+    """The steps that give a prompt a hint. 0: the step in which its whole group fails. N: every step after its
     completions without a hint have failed in N steps in a row, the next hint each time. This is decided before
     completions are drawn, so that weights of type sequence keep the expected gradient."""
     weights: Annotated[HintWeights, OneOf("token")] = TokenWeights()

@@ -2,7 +2,7 @@
 
     A_i = score_i - mean of the scores j != i,     -min(ratio * A, clip(ratio) * A) with the ratio of the sequence
 
-A completion is one action. The clip is that of PPO, for more than one update on the same completions.
+A completion is one action. The clip is PPO's, for more than one update on the same completions.
 """
 
 from __future__ import annotations

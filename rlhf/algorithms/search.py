@@ -1,4 +1,4 @@
-"""What a policy loss that searches its step may ask of the models: gradient, curvature, and what a step would do."""
+"""The interface of the models for a policy loss that searches its step: gradient, curvature, and effect of a step."""
 
 from __future__ import annotations
 

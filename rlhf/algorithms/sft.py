@@ -20,16 +20,16 @@ class DemonstratedLoss(OfflineLoss):
 
     data: ClassVar[Literal["demonstrations", "pairs", "labelled"]] = "demonstrations"
     aggregate: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
-    """How the tokens are weighted."""
+    """The weighting of the tokens."""
 
     def per_token(
         self, logprobs: Float[Tensor, "B T"], teacher: Float[Tensor, "K B T"] | None = None
     ) -> Float[Tensor, "B T"]:
-        """Compute the loss of each token; `teacher` is what `against_teacher` gives, of a loss that reads a teacher."""
+        """Compute the loss of each token; `teacher` is the output of `against_teacher`, if the loss reads a teacher."""
         raise NotImplementedError
 
     def measure(self, columns: Float[Tensor, "K B T"], mask: Bool[Tensor, "B T"]) -> Mapping[str, Mean]:
-        """Compute the metrics of what `against_teacher` gave; the table of metrics has their names."""
+        """Compute the metrics from the output of `against_teacher`; the table of metrics has their names."""
         return {}
 
 

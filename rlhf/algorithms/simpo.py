@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def large_margin(loss: Simpo, facts: Facts) -> Value | None:
-    """Return the target margin relative to β where few pairs can reach it."""
+    """Return the target margin relative to β if few pairs can reach it."""
     ratio = loss.gamma / loss.beta
     return ratio if ratio > 1.0 else None
 
@@ -36,7 +36,7 @@ class Simpo(PairLoss):
             low=1.0,
             high=10.0,
             rule="preference-beta",
-            reason="β multiplies a mean log-probability per token, which is small: its scale is not that of DPO's β.",
+            reason="β multiplies a mean log-probability per token, which is small: it has another scale than DPO's β.",
             source="Meng et al. 2024: 2 to 10",
             fix="2",
         ),

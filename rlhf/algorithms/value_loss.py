@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def shared_weight(loss: ValueLoss, facts: Facts) -> Value | None:
-    """Return a weight of the value loss that is out of range, where it competes with the policy's."""
+    """Return a weight of the value loss that is out of range, if it competes with the policy's."""
     return None if 0.01 <= loss.coef <= 1.0 or not facts.run.critic.shared else loss.coef
 
 

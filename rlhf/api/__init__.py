@@ -1,7 +1,7 @@
-"""The Python interface: what the `rlhf` program does, with Python objects for models, data, rewards and losses.
+"""The Python interface: the verbs of the `rlhf` program, with Python objects for models, data, rewards and losses.
 
-    runs.py         sft, train, reward_model, compare: a run, and what it returns; evaluate and sample: what is trained
-    inputs.py       Python objects to configuration: written into the run folder where they are not files
+    runs.py         sft, train, reward_model, compare: a run, and its result; evaluate and sample: trained models
+    inputs.py       Python objects to configuration: written into the run folder if they are not files
     reward_checking.py    right and worthless answers, scored by any reward
     training.py, comparing.py, lab.py    run what a configuration describes: a training run, a comparison, the lab
     checks.py       options, checked without importing torch

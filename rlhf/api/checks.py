@@ -36,7 +36,7 @@ START = "start"
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """How many completions of each prompt are sampled, and how."""
+    """The number of completions of each prompt, and the sampling options."""
 
     count: int = 1
     seed: int = 0
@@ -50,7 +50,7 @@ class ChatOptions:
     """The system prompt and sampling options of the answers."""
 
     system: str | None = None
-    temperature: float | None = None  # None, and no top_p either: as the model's own files say
+    temperature: float | None = None  # None, and no top_p either: the values in the model's own files
     top_p: float | None = None
     max_tokens: int = 512
     seed: int | None = None
@@ -128,7 +128,7 @@ def check_chat(path: str, options: ChatOptions) -> SamplingConfig:
 
 
 def _check_prompts(prompts: Sequence[str]) -> None:
-    """Check that there are prompts, and that each is a text with something in it."""
+    """Check that there are prompts, and that each is a text that is not empty."""
     if not prompts:
         raise DataError("there are no prompts: give at least one")
     for number, prompt in enumerate(prompts, start=1):
@@ -143,10 +143,10 @@ def _check_prompts(prompts: Sequence[str]) -> None:
 
 
 def _check_common(path: str, options: SampleOptions | ChatOptions) -> None:
-    """Check what samples and conversations share: how tokens are drawn, the model, and its chat format."""
+    """Check the options that samples and conversations share: how tokens are drawn, the model, and its chat format."""
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise UserError(f"--top-p is {options.top_p:g}: it has to be above 0 and at most 1")
-    if options.seed is not None and not -(2**63) <= options.seed < 2**64:  # what torch can be seeded with
+    if options.seed is not None and not -(2**63) <= options.seed < 2**64:  # the seeds that torch takes
         raise UserError(f"seed is {options.seed}: it has to have at most 64 bits")
     check_model_path(path)
     load_chat_format(path)
@@ -229,7 +229,7 @@ def check_arm_files(plan: CellPlan, lookups: Lookups | None = None, *checks: Cal
     """Check the folders, files, models and data of suites that the arms of a comparison name.
 
     Args:
-        lookups: what is known of paths and hub ids already.
+        lookups: earlier results for paths and hub ids.
         checks: further checks of each arm's configuration.
 
     Raises:
@@ -237,7 +237,7 @@ def check_arm_files(plan: CellPlan, lookups: Lookups | None = None, *checks: Cal
     """
     check_out_dir(str(plan.folder), "out_dir")
     lookups = Lookups() if lookups is None else lookups
-    problems: dict[str, str] = {}  # by what is wrong: most is common to all arms
+    problems: dict[str, str] = {}  # by the text of the problem: most are common to all arms
     if plan.config.pairs is not None:
         _check_pair_judge(plan.config.pairs.judge, lookups)
     for cell in plan.untuned():
@@ -307,7 +307,7 @@ def _config_of_run(target: str) -> TrainConfig | None:
 
 
 def _settings_of_run(config: TrainConfig, kind: type[Suite]) -> Tree:
-    """Return those of the suite's settings that the configuration of a run determines."""
+    """Return the settings of the suite that the configuration of a run determines."""
     loss = config.algorithm.loss if isinstance(config, OfflineConfig) else None
     source = config.eval.source or (config.reward.source if config.reward else None)
     sampled = ("temperature", "batch_size", *(() if kind.has_own_length else ("max_new_tokens",)))

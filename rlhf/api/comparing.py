@@ -44,7 +44,7 @@ def run_compare(
 
     Args:
         beside: the folder of the comparison's file, where its base configuration is looked for too.
-        view: what shows the progress and the results; without one nothing is shown.
+        view: shows the progress and the results; None shows nothing.
         start: starts a cell; None starts each in its own process.
 
     Returns:
@@ -77,14 +77,14 @@ def run_compare(
     try:
         if complete:
             judge_pairs(plan)
-    finally:  # what was trained is reported, also if the judge of pairs does not answer
+    finally:  # finished arms are reported, also if the judge of pairs does not answer
         if (written := _write_results(plan)) is not None:
             view.results(*written)
     return complete
 
 
 def _run_arms(plan: CellPlan, beside: Path, start: StartCell, view: ComparisonView) -> tuple[CellPlan, bool]:
-    """Run the arms, tuned first if the comparison does; return the plan of what ran, and False if it was stopped."""
+    """Run the arms, tuned first if the comparison tunes; return the plan that ran, and False if it was stopped."""
     if plan.config.tune is None:
         return plan, run_cells(plan, start, view)
     chosen = _tune(plan, start, view)
@@ -104,7 +104,7 @@ def failed_arms(folder: str) -> list[str]:
 def check_arms(plan: CellPlan) -> None:
     """Check everything that the arms of a comparison name: folders, files, models, functions, and data of suites.
 
-    What the comparison makes in the lab's folder is not looked for.
+    Files that the comparison makes in the lab's folder are not looked for.
 
     Raises:
         ConfigError: something is missing or wrong, one line for each, with the arm's name.
@@ -159,7 +159,7 @@ def _write_results(plan: CellPlan) -> tuple[ComparisonResults, Path] | None:
 
 
 def _prepare_lab(plan: CellPlan, lab: LabConfig, view: View) -> bool:
-    """Make what the arms read of the lab if any of it is missing; return False if the user stopped it.
+    """Make the files of the lab that the arms read if any of them is missing; return False if the user stopped it.
 
     These are the start model, the pairs and, if an arm or a judge names it, the reward model.
     """
@@ -180,7 +180,7 @@ def _prepare_lab(plan: CellPlan, lab: LabConfig, view: View) -> bool:
 def exact_frontier_of(folder: Path) -> tuple[FrontierPoint, ...] | None:
     """Read the exact optimum's curve of score over KL; None if exact_frontier.json is not in the folder.
 
-    Only a task that can be enumerated has one; whoever computed it puts the file there.
+    Only a task that can be enumerated has one; the user puts the file there.
 
     Raises:
         ConfigError: exact_frontier.json is not a list of points with `kl` and `score`.

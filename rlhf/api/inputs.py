@@ -1,4 +1,4 @@
-"""From Python objects to configuration: what is not a file already is written into the run folder."""
+"""From Python objects to configuration: objects that are not files are written into the run folder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Inputs:
             raise
 
     def write(self) -> None:
-        """Write what was collected.
+        """Write the collected objects.
 
         Raises:
             DataError: a row cannot be written as JSON, or a run that continues was begun with other rows.
@@ -92,7 +92,7 @@ class Inputs:
         """Return the section of a data set.
 
         Args:
-            name: what the data set is for; its file is called that.
+            name: the purpose of the data set, which is also the name of its file.
             text: the column of rows that are texts; None if they have to be dictionaries.
 
         Raises:
@@ -123,7 +123,7 @@ class Inputs:
         """Return the section `source` of a reward.
 
         Raises:
-            ConfigError: it is none of what `Reward` lists.
+            ConfigError: it is none of the forms that `Reward` lists.
         """
         if isinstance(reward, Mapping):
             return dict(reward)

@@ -1,4 +1,4 @@
-"""The lab's start model, pairs and reward model, made where they are missing."""
+"""The lab's start model, pairs and reward model, made if they are missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prepare_lab(
     """Run the stages before any algorithm, into sft/, preferences/ and rm/ of `folder`; finished stages are skipped.
 
     Args:
-        view: what shows the stages; without one nothing is shown.
+        view: shows the stages; None shows nothing.
         of: how many stages the caller has in all, for the headings.
 
     Returns:
@@ -123,7 +123,7 @@ def rm_accuracy(folder: Path) -> float:
 
 
 def stage_paths(folder: Path) -> dict[str, list[str]]:
-    """Return the overrides by which a stage finds the results of the earlier ones, whatever its file says."""
+    """Return the overrides by which a stage finds the results of the earlier ones, over its file's settings."""
     pairs = folder / "preferences"
     return {
         "rm": [

@@ -1,4 +1,4 @@
-"""How much memory and time a run takes, from Python: `rlhf.plan`."""
+"""The memory and time of a run, from Python: `rlhf.plan`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan(
     completion_tokens: int | None = None,
     **settings: Any,
 ) -> Plan:
-    """Plan a run, as `rlhf plan` does: its memory by role, kind and phase, before anything is loaded.
+    """Plan a run, like `rlhf plan`: its memory by role, kind and phase, before anything is loaded.
 
         plan = rlhf.plan("configs/ppo.yaml", memory="24GB")
         plan.peak, plan.fits, plan.largest_micro_batch()
@@ -32,13 +32,13 @@ def plan(
         config: a configuration file of `rlhf train` or `rlhf reward`; None: the settings alone.
         memory: of one GPU, or of the machine with device="cpu": "24GB", "80GiB".
         gpus: processes, one for each GPU.
-        device: "cpu" or "cuda"; None: as the configuration says, or what this machine has.
+        device: "cpu" or "cuda"; None: the device of the configuration, or else of this machine.
         prompt_tokens: tokens of a prompt; None: the limit of the configuration.
         completion_tokens: tokens of a completion; None: the limit of the configuration.
-        **settings: settings over those of the file, by section (`policy={"lr": 1e-5}`) or by key.
+        **settings: settings over the file's, by section (`policy={"lr": 1e-5}`) or by key.
 
     Returns:
-        The plan; sizes are bytes. `as_dict` gives what `rlhf plan --json` prints.
+        The plan; sizes are bytes. `as_dict` gives the output of `rlhf plan --json`.
 
     Raises:
         UserError: a setting or an option is wrong, or the shape of a model is not known before it is loaded.

@@ -58,17 +58,17 @@ def reward_check(
     columns: Mapping[str, str] | None = None,
     plugins: Sequence[str] = (),
 ) -> RewardCheck:
-    """Score right and worthless answers, to find what a policy would exploit; print the result, which is a table.
+    """Score right and worthless answers, to find errors that a policy would exploit; print the table of results.
 
     Args:
         reward: as in rlhf.train: a function, a path, a section, a list; or the name of a verifier, such as
             "math" or "my_file.py:grade".
         dataset: a path or a hub id, or the rows: prompts, with the columns that the reward reads.
-        answer: the column with a right answer, as a model should write it; None: as the verifier knows it, or the
+        answer: the column with a right answer, as a model should write it; None: as the verifier gives it, or the
             first of reference, solution, completion, response, output, answer and chosen.
         limit: rows to check.
         best: the best score, which every right answer must earn; None: as the reward knows it.
-        tokenizer: of the policy, where a reward model scores; None: the reward model's.
+        tokenizer: of the policy, if a reward model scores; None: the reward model's.
         columns: names of columns that differ from ours, as {ours: theirs}.
         plugins: files or modules that define the reward's class.
 
@@ -87,7 +87,7 @@ def reward_check_from_command_line(
 ) -> RewardCheck:
     """Check a reward that is named on the command line: a configuration, a verifier, a function or a model.
 
-    Overrides of a configuration are settings of the run; those of anything else are settings of the source.
+    Overrides of a configuration are settings of the run; overrides of anything else are settings of the source.
 
     Raises:
         UserError: as `reward_check`.
@@ -112,7 +112,7 @@ def source_tree(name: str) -> dict[str, Any]:
     A function of prompts and completions is a reward function; one of a completion and its row is a verifier.
     """
     tree = dict(Inputs(Path()).reward(name))
-    if tree["type"] == "model":  # what is neither a URL nor a function: perhaps a verifier of ours
+    if tree["type"] == "model":  # neither a URL nor a function: perhaps a verifier of ours
         try:
             settings_of(name)
         except ValueError:
@@ -194,7 +194,7 @@ def _as_reference(values: Mapping[str, Any], prompt: Prompt) -> tuple[str, Mappi
 
 
 def _right_answer(source: Source, values: Mapping[str, Any], answer: str | None) -> str | None:
-    """Return what a model should write: the named column, what the source makes of the row, or a usual column.
+    """Return the right answer to a row: the named column, the source's answer for the row, or a usual column.
 
     Raises:
         DataError: the named column is no text.
@@ -212,7 +212,7 @@ def _right_answer(source: Source, values: Mapping[str, Any], answer: str | None)
 
 
 def _scorer(source: RewardSource, tokenizer: Any) -> Callable[[Sequence[CheckRow], Sequence[str]], Graded]:
-    """Return what scores texts by a source, some rows at a time."""
+    """Return a scorer of texts by a source, some rows at a time."""
 
     def score(rows: Sequence[CheckRow], texts: Sequence[str]) -> Graded:
         scores: list[float | None] = []

@@ -1,4 +1,4 @@
-"""A run from Python and what it returns: sft, train, reward_model, compare. What is trained: evaluate, sample."""
+"""A run from Python and its result: sft, train, reward_model, compare. Trained models: evaluate, sample."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ Resume = bool | Literal["always"]
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run left behind. Models and metrics are read from its folder when they are first asked for."""
+    """The results of a run. Models and metrics are read from its folder when they are first asked for."""
 
     folder: Path
     """The run folder: configuration, metrics, samples, checkpoints, model and report."""
@@ -118,7 +118,7 @@ class RunResult:
         return RunFolder(self.folder).read_report_card()
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the first and last value of the main metrics, and where the report is."""
+        """Return the HTML for a notebook: the first and last value of the main metrics, and the report's place."""
         shown = {info.name: info for view in ("headline", "summary") for info, _ in shown_in(view)}
         lines = [
             f"<tr><td>{html.escape(info.name)}</td><td>{format_fixed(values[0])}</td>"
@@ -163,18 +163,18 @@ def train(
     Args:
         model: a path, a hub id, or a loaded causal LM (then with `tokenizer`).
         preset: the algorithm, such as "ppo", "grpo" or "dpo"; or the section `algorithm` of a configuration.
-        algorithm: settings of the section `algorithm` over those of the preset, such as {"kl": {"coef": 0.1}}; or the
+        algorithm: settings of the section `algorithm` over the preset's, such as {"kl": {"coef": 0.1}}; or the
             name of the preset.
-        prompts: what completions are sampled for (online algorithms).
-        reward: where scores come from (online algorithms); a function is called with those of `prompts`, `completions`
-            and `references` that it has arguments for, each a list, and returns a list of numbers. A reward function
+        prompts: the prompts to complete (online algorithms).
+        reward: where scores come from (online algorithms); a function is called with `prompts`, `completions` and
+            `references`, each a list, if it has these arguments, and returns a list of numbers. A reward function
             for TRL works as it is (rlhf.rewards.function.FunctionReward).
         preferences: pairs (offline algorithms such as DPO): rows with prompt, chosen and rejected, or another format of
             docs/data.md.
         eval_prompts: held-out prompts.
         eval_preferences: held-out pairs.
-        judge: scores the completions of held-out prompts, where it should not be the training reward (eval.source).
-        costs: what completions cost, in the forms of `reward` (reward.cost); the preset "ppo_lag", or the setting
+        judge: scores the completions of held-out prompts, in place of the training reward (eval.source).
+        costs: the costs of completions, in the forms of `reward` (reward.cost); the preset "ppo_lag", or the setting
             algorithm={"lagrange": {...}} of another algorithm, holds its mean at a limit.
         environment: a class with reset and step, or a class of tools, that answers the policy over several turns and
             gives the reward; or its target, such as "gym:ID"; or the section `environment` (docs/agents.md).
@@ -186,7 +186,7 @@ def train(
         config: a configuration file, over which the arguments go.
         folder: the run folder (default: runs/<algorithm>). If it is taken, a new run goes to folder-2, folder-3, ...
         resume: True continues the run in `folder` instead of starting a new one; it has to be the same run, except for
-            what may change (docs/run_folder.md). "always" continues its weights whatever else has changed.
+            settings that may change (docs/run_folder.md). "always" continues its weights after any other change too.
         on_step: called with the step and its metrics.
         quiet: print nothing.
         **settings: further settings, by section (`policy={"lr": 1e-5}`) or by key (`**{"policy.lr": 1e-5}`); see
@@ -303,7 +303,7 @@ class Draft:
     base: Tree  # the content of the configuration file
     inputs: Inputs
     settings: Tree  # the other keywords of the call, over everything else
-    sections: Tree = field(default_factory=dict)  # what the arguments say, over `base`
+    sections: Tree = field(default_factory=dict)  # from the arguments, over `base`
 
     @classmethod
     def begin(
@@ -375,7 +375,7 @@ def _name_of(algorithm: object, keywords: Tree, base: Tree) -> str:
 
 
 def _run_folder(wanted: Path, *, resume: bool) -> Path:
-    """Choose the run folder: a new one, or that of the run to continue.
+    """Choose the run folder: a new one, or the folder of the run to continue.
 
     Raises:
         ConfigError: a run should continue, and there is none.
@@ -437,7 +437,7 @@ def sample(
 
     Args:
         model: a run, a model folder or a hub id.
-        prompts: one prompt or several: user messages where the model has a chat template.
+        prompts: one prompt or several: user messages if the model has a chat template.
         count: completions of each prompt.
         seed: another seed gives other completions.
         greedy: take the most likely token each time.
@@ -466,7 +466,7 @@ def evaluate(
     limit: int | None = None,
     settings: Sequence[str] = (),
 ) -> PolicyComparison | SuiteResult | dict[str, Any]:
-    """Evaluate a run, as `rlhf eval` does.
+    """Evaluate a run, like `rlhf eval`.
 
     Args:
         model: a run; with a suite, also a model folder or a hub id.
@@ -474,7 +474,7 @@ def evaluate(
         against: the other model: a run or a model folder; the default is the model that the run started from.
         data: the data of the suite.
         limit: the number of rows of the suite to use.
-        settings: `key=value` settings over those of the run.
+        settings: `key=value` settings over the run's.
 
     Returns:
         The comparison of the two models; or the figures of the suite; or, of a reward model's run, its report card.
@@ -509,7 +509,7 @@ def _path(model: str | Path | RunResult) -> str:
 
 @dataclass(frozen=True)
 class CompareResult:
-    """What a comparison left behind."""
+    """The results of a comparison."""
 
     folder: Path
     """The folder: results, report, and one run for each arm and seed."""
@@ -564,7 +564,7 @@ def compare(
         arms: presets; or names with a preset or settings each, such as {"best_of_n": {"type": "best_of_n", "n": 4}}.
         completions: the budget of each arm: completions sampled, or read from data.
         budget: another budget instead, such as {"tokens": 100_000}.
-        prompts: what online arms sample for.
+        prompts: the prompts of online arms.
         eval_prompts: held-out prompts, on which all arms are judged.
         preferences: pairs for the arms that learn from pairs.
         demonstrations: rows for arms that run SFT.

@@ -1,4 +1,4 @@
-"""Train as a configuration says: run, export, write the report. A view gets the progress and what came of it."""
+"""Train as a configuration says: run, export, write the report. A view gets the progress and the results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_train(config: TrainConfig, view: View | None = None, *, on_step: OnStep 
 
     Args:
         config: the run.
-        view: what shows the run while it trains; without one nothing is shown.
+        view: shows the run while it trains; None shows nothing.
         on_step: receives the metrics of each step that is logged.
     """
     view = view or View()
@@ -87,7 +87,7 @@ def _run_reward_model(config: RewardModelConfig, view: View, *, on_step: OnStep 
 
 
 def _build_reward_model(config: RewardModelConfig, view: View) -> tuple[OfflineRun, Callable[[], dict[str, Any]]]:
-    """Build the run, of pairs or of step labels, and what finishes it and returns its report card."""
+    """Build the run, of pairs or of step labels, and the function that finishes it and returns its report card."""
     if config.process is not None:
         run = build_process_model(config, view)
         return run, partial(finish_process_model, run)

@@ -1,4 +1,4 @@
-"""rlhf chat --episodes: what the model of a run does in its environment, printed turn by turn."""
+"""rlhf chat --episodes: episodes of a run's model in its environment, printed turn by turn."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def run_eval(path: str, overrides: Sequence[str], console: Console, *, against: 
 
     Args:
         overrides: key=value settings on top of the run's own.
-        against: the run or model to compare with, after which the file is then named; `start` is the model that the
+        against: the run or model to compare with, which then names the file; `start` is the model that the
             run started from.
 
     Raises:
@@ -141,7 +141,7 @@ def run_suite(target: str, name: str, settings: Suite, *, task: str, out: str | 
     _print_suite(name, target, result, console)
     file = _result_file(target, name, out)
     if file is None:
-        message = f"{target} is no run folder, so nothing was written; --out FILE writes what was found"
+        message = f"{target} is no run folder, so nothing was written; --out FILE writes the results"
         console.print(Text(message), soft_wrap=True)
         return
     write_result(file, name, target, result, settings, subject)

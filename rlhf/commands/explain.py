@@ -1,4 +1,4 @@
-"""rlhf config --explain: what a key of a configuration means, with its choices and usual range, plug-ins included."""
+"""rlhf config --explain: the meaning of a configuration's key, with its choices and usual range, plug-ins included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")
 
 
 def explain(config: Section, key: str, console: Console) -> None:
-    """Print what a section or a setting means; of a section, all of its settings.
+    """Print the meaning of a section or a setting; of a section, all of its settings too.
 
     Args:
         key: a dotted key, such as algorithm.policy_loss or policy.lr.
@@ -89,7 +89,7 @@ def _print_setting(section: Section, name: str, key: str, console: Console) -> N
 
 
 def _shown(value: object) -> str:
-    """Return a value as YAML has it; of a section its type alone."""
+    """Return a value in YAML; of a section its type alone."""
     if isinstance(value, Section):
         return f"{{type: {value.type}, …}}" if isinstance(value, Choice) else "{…}"
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -39,7 +39,7 @@ READ_BY: dict[str, tuple[Launcher, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What to ask the cluster for; sizes are those of one node."""
+    """The request to the cluster; sizes are per node."""
 
     launcher: Launcher
     nodes: int = 1
@@ -73,7 +73,7 @@ class Job:
 
     name: str
     config: TrainConfig | RewardModelConfig
-    words: tuple[str, ...]  # what follows `python -m rlhf`
+    words: tuple[str, ...]  # after `python -m rlhf`
 
 
 def launch_script(path: str, overrides: Sequence[str], options: LaunchOptions) -> str:
@@ -227,7 +227,7 @@ def skypilot_yaml(job: Job, options: LaunchOptions, made_by: str) -> str:
 
 
 def _setup(config: TrainConfig | RewardModelConfig) -> str:
-    """Return the commands that install this project with what the run needs."""
+    """Return the commands that install this project with the packages that the run needs."""
     backends = config.logging.backends
     extras = {
         "deepspeed": config.sharding.mode.startswith("zero"),

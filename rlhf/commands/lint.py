@@ -21,7 +21,7 @@ from rlhf.report.terminal import STYLES
 
 
 def run_lint(path: str | Path, overrides: Sequence[str], console: Console) -> None:
-    """Print what is wrong with a configuration; of a comparison, with each of its arms.
+    """Print the violations of a configuration; of a comparison, the violations of each arm.
 
     Raises:
         ConfigError: the configuration is invalid, or breaks a rule whose level is error.

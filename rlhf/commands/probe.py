@@ -36,7 +36,7 @@ PHASES = {"sample": "rollout", "score": "annotate", "annotate": "annotate", "upd
 def run_probe(
     path: str | Path, overrides: Sequence[str], options: PlanOptions, console: Console, *, as_json: bool = False
 ) -> int:
-    """Run three steps in a temporary folder, print the plan beside what they took, and keep the machine's rates.
+    """Run three steps in a temporary folder, print the plan beside the measurements, and keep the machine's rates.
 
     Raises:
         UserError: the configuration describes several runs, or as in training.

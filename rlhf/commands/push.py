@@ -1,6 +1,6 @@
 """Give a trained model to others: `rlhf push` uploads it to the model hub, `rlhf export` writes it as one GGUF file.
 
-What is pushed is the exported model of a run, with a model card made from the run.
+`rlhf push` adds a model card made from the run to the exported model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rlhf.report.record import read_record
 from rlhf.tracking.exported import TOLERATED_LOSS, read_export
 
 CARD = "README.md"
-BEST = "best.json"  # in the folder of a best checkpoint: its step, and what it was chosen by
+BEST = "best.json"  # in the folder of a best checkpoint: its step, and the metric it was chosen by
 
 
 def run_push(
@@ -58,7 +58,7 @@ def run_push(
     """Upload the model of the run in `path` to `repo_id` in one commit; with `dry_run`, print the card and stop.
 
     Args:
-        path: the run folder, or that of the best checkpoint in it.
+        path: the run folder, or the folder of the best checkpoint in it.
         repo_id: owner/name.
         private: whether the repository has to be private; if it does not exist, a private one is created.
         quotes: whether the card keeps the texts that notes of the run quote.
@@ -95,7 +95,7 @@ def model_of_run(path: str) -> Path:
 
 
 def card_of_run(path: str, *, quotes: bool = False) -> str:
-    """Make the model card of the run in `path`, or of the best checkpoint there, from what was measured up to it."""
+    """Make the model card of the run in `path`, or of the best checkpoint there, from the measurements up to it."""
     config, folder = load_run(path), Path(path)
     best = _read_json(folder / BEST) if (folder / BEST).is_file() else None
     record = read_record(folder if best is None else folder.parents[1])
@@ -115,7 +115,7 @@ def card_of_run(path: str, *, quotes: bool = False) -> str:
 
 
 def count_data(config: TrainConfig | RewardModelConfig) -> Iterator[DataUsed]:
-    """Count the rows of each data set that the run read; those of the hub are not downloaded for it."""
+    """Count the rows of each data set that the run read; data sets of the hub are not downloaded."""
     unread = unread_keys(config)
     for name in type(config.data).model_fields:
         dataset, key = getattr(config.data, name), f"data.{name}"

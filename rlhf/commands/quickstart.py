@@ -53,7 +53,7 @@ def run_quickstart(out: str, *, seed: int, overrides: Sequence[str], console: Co
     ppo = resolve_lab_paths(load_train(lab_config("ppo"), stage))
     if not run_train(ppo, terminal):
         return
-    console.rule("What came of it")
+    console.rule("Results")
     result = summarize(ppo, folder, held_out, console)
     result["seconds"] = time.perf_counter() - start_time
     write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
@@ -67,7 +67,7 @@ def run_quickstart(out: str, *, seed: int, overrides: Sequence[str], console: Co
 
 
 def check_stage(config: TrainConfig, folder: Path) -> None:
-    """Check that the last stage leaves what is summarized at the end.
+    """Check that the last stage leaves the figures that are summarized at the end.
 
     Raises:
         ConfigError: it is another algorithm than PPO, in another folder, or without a KL to the start.

@@ -88,7 +88,7 @@ def write_samples(
 
 
 def _as_in_file(columns: Mapping[str, Any]) -> Prompt:
-    """Return a prompt as its row has it: a text that became a user's turn is a text, which judges then get as one."""
+    """Return a prompt in its row's form: a text that became a user's turn is a text, which judges then get as one."""
     if MESSAGES not in columns:
         return str(columns["prompt"])
     turns: list[Message] = columns[MESSAGES]
@@ -120,7 +120,7 @@ def _texts(completer: Completer, samples: Completions) -> Iterator[tuple[str, bo
     return ((completer.text(ids, mask), finished) for ids, mask, finished in rows)
 
 
-TEMPERATURE, TOP_P = 0.7, 0.95  # of an answer, where only the other one is given
+TEMPERATURE, TOP_P = 0.7, 0.95  # of an answer, if only the other one is given
 HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer"
 
 
@@ -143,7 +143,7 @@ class LineWriter(Protocol):
         """Write text, which may be part of a line."""
 
     def flush(self) -> None:
-        """Flush what was written."""
+        """Flush the written text."""
 
 
 def run_chat(
@@ -195,7 +195,7 @@ def _open(path: str, options: ChatOptions, sampling: SamplingConfig) -> Conversa
     model = Completer(path, sampling, chat=load_chat_format(path))
     if model.encoder.template.source is None:
         raise UserError(
-            f"{path} has no chat template, so that there is no conversation to have: "
+            f"{path} has no chat template, so no conversation is possible: "
             f"rlhf sample {path} --prompt … continues a text"
         )
     return Conversation(model, options.system, choose_drawing(options, published_drawing(model.folder)))
@@ -222,7 +222,7 @@ def describe_drawing(drawing: Drawing) -> str:
 
 
 def _read_lines(read: LineReader, *, interactive: bool) -> Iterator[str]:
-    """Yield the lines of the input; an interrupt at the prompt (Ctrl-C) ends it, as the end of file does."""
+    """Yield the lines of the input; an interrupt at the prompt (Ctrl-C) ends it, like the end of file."""
     read_line: Callable[[], str] = (lambda: input("> ") + "\n") if interactive and read is sys.stdin else read.readline
     while True:
         try:

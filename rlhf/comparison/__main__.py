@@ -1,6 +1,6 @@
-"""Run one cell in this process: `python -m rlhf.comparison <cell folder>`, as rlhf/comparison/scheduler.py does.
+"""Run one cell in this process: `python -m rlhf.comparison <cell folder>`, like rlhf/comparison/scheduler.py.
 
-The cell stops when standard input ends, which is when the comparison that started it is gone.
+The cell stops when standard input ends, because the comparison that started it is then gone.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def read_cells(plan: CellPlan) -> list[CellResult]:
 def comparable(cells: Sequence[CellResult]) -> list[CellResult]:
     """Take away the judgments that cannot be paired with one of the start model, prompt by prompt.
 
-    Where the start model is not judged with the same seed yet, the cell is unfinished. Where the cell was judged on
+    If the start model is not judged with the same seed yet, the cell is unfinished. If the cell was judged on
     other prompts, it has failed: an arm with its own sampling.max_new_tokens can leave out other prompts as too long.
     """
     starts = {result.cell.seed: result.judged for result in cells if result.cell.arm == START_FOLDER}
@@ -201,7 +201,7 @@ def _read_evaluations(cell: Cell, costs: Mapping[int, Costs]) -> list[Evaluation
 
 
 def with_known_kl(evaluations: list[Evaluation], judged: Mapping[str, float | None]) -> list[Evaluation]:
-    """Fill in KLs that a run did not measure: 0 at its start, and at its end that of the judged model.
+    """Fill in KLs that a run did not measure: 0 at its start, and at its end the KL of the judged model.
 
     Args:
         evaluations: of one run, in order.
@@ -295,7 +295,7 @@ def _status(cells: Sequence[CellResult]) -> Status:
 
 
 def _mean_measures(judged: Sequence[Judgment]) -> Measures:
-    """Compute the means over seeds; None for what was not measured."""
+    """Compute the means over seeds; None for a measure without a value."""
     means: dict[str, float | None] = {}
     for key in MEASURES.values():
         values = [value for judgment in judged if (value := judgment.metrics.get(key)) is not None]
@@ -358,7 +358,7 @@ def _win_rate(
     *,
     swapped: ArmWinRate | None,
 ) -> ArmWinRate:
-    """Compute the win rate of a pair; where it is known with its sides swapped, no regression is fitted again."""
+    """Compute the win rate of a pair; if it is known with its sides swapped, no regression is fitted again."""
     (a_name, a_cells), (b_name, b_cells) = a, b
     a_scores, b_scores = scores_of(a_cells, seeds), scores_of(b_cells, seeds)
     wins = outcomes(a_scores, b_scores)

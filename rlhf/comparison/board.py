@@ -1,4 +1,4 @@
-"""The cells of a comparison that run, those that have ended, and what each writes, shown in the terminal."""
+"""The cells of a comparison that run, those that have ended, and the output of each, shown in the terminal."""
 
 from __future__ import annotations
 

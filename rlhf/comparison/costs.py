@@ -67,8 +67,8 @@ class CostInfo:
     """A row of the table of costs: a field of `Costs`, and its words where it is shown."""
 
     name: str
-    unit: str  # on axes and in sentences; empty where it is no unit of a budget
-    column: str  # of the page's table; empty where that has none
+    unit: str  # on axes and in sentences; empty if it is no unit of a budget
+    column: str  # of the page's table; empty if that has none
     format: Callable[[float], int | str] = round
 
 
@@ -85,7 +85,7 @@ UNITS: dict[BudgetUnit, str] = {cast(BudgetUnit, cost.name): cost.unit for cost 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The parameter counts of the models that a run uses; 0 for a model that it does not have."""
+    """The parameter counts of the models that a run uses; 0 for a missing model."""
 
     policy: int
     reference: int = 0
@@ -105,7 +105,7 @@ def online_flops(sizes: Sizes, *, tokens: int, passes: float) -> float:
     Args:
         sizes: N, embeddings included; attention over the context is left out.
         tokens: the number of prompt and completion tokens of the step.
-        passes: passes with gradient over the step's completions; a fraction where only some of them are trained on.
+        passes: passes with gradient over the step's completions; a fraction if only some of them are trained on.
     """
     forward = 2 * sizes.policy + sizes.reward + sizes.reference + sizes.critic
     update = passes * ((FORWARD + BACKWARD) * (sizes.policy + sizes.critic) + FORWARD * sizes.teacher)
@@ -115,7 +115,7 @@ def online_flops(sizes: Sizes, *, tokens: int, passes: float) -> float:
 def offline_flops(sizes: Sizes, *, tokens: int) -> float:
     """Estimate the FLOPs of an offline step.
 
-    The policy runs forward and backward, reference and teacher forward (even where a cache has spared that pass):
+    The policy runs forward and backward, reference and teacher forward (even if a cache has spared that pass):
 
         tokens * (6 N_policy + 2 N_reference + 2 N_teacher)
     """
@@ -160,7 +160,7 @@ class CostTracker:
         self._show_length(step)
 
     def _show_length(self, step: int) -> None:
-        """Update the number of steps on the progress display, where only the budget determines it."""
+        """Update the number of steps on the progress display, if only the budget determines it."""
         spent = self.total.amount(self.budget.unit)
         if self.budget.unit != "completions" and spent > 0:
             self.run.session.recorder.progress.total_steps = math.ceil(step * max(1.0, self.budget.limit / spent))
@@ -174,7 +174,7 @@ class CostTracker:
         if not tokens:  # the step was skipped, because a score was not finite
             return Costs(completions=rows, seconds=seconds)
         extra = round(metrics.get("completion/extra_tokens", 0.0))  # sampled and scored, not learned from
-        trained = round(metrics["completion/trained_tokens"])  # only the chosen ones, where completions are chosen
+        trained = round(metrics["completion/trained_tokens"])  # only the chosen ones, if completions are chosen
         return Costs(
             completions=rows,
             generated_tokens=round(metrics["completion/length"] * rows),

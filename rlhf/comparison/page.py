@@ -59,8 +59,8 @@ def write_compare_page(
     Args:
         plan: the comparison.
         results: its results.
-        charts: what is drawn of them.
-        cells: what each cell's folder contains.
+        charts: its charts.
+        cells: the contents of each cell's folder.
     """
     configs = {name: plan.of(name)[0].config.train for name, arm in results.arms.items() if arm.type == "train"}
     caveats = [*notes(results), *tuning_notes(results), *parallel_note(plan.config.jobs)]
@@ -119,7 +119,7 @@ class PromptCompletions:
 def side_by_side(arms: Sequence[str], cells: Sequence[CellResult]) -> list[PromptCompletions]:
     """Collect the completions of the first held-out prompts by the start model and every arm.
 
-    Each model is that of its first finished cell.
+    Each arm shows the model of its first finished cell.
     """
     judged: dict[str, Sequence[Mapping[str, Any]]] = {}
     for arm in (START_FOLDER, *arms):
@@ -173,7 +173,7 @@ MARGIN_SE = 2.0  # standard errors by which the gold must have fallen to be mark
 
 @dataclass(frozen=True)
 class Style:
-    """How an arm is drawn in every chart: a color of the page, a symbol, and another dash after every eight arms.
+    """The style of an arm in every chart: a color of the page, a symbol, and another dash after every eight arms.
 
     Of 64 arms no two have color and symbol in common; of the first eight no two have either.
     """
@@ -182,7 +182,7 @@ class Style:
     role: str
     dash: str
     symbol: str
-    shown: bool  # at first, where the page has room for some arms only
+    shown: bool  # at first, if the page has room for some arms only
 
     def series(self, xs: Sequence[float], ys: Sequence[float | None]) -> Series:
         """Draw points of the arm."""
@@ -191,7 +191,7 @@ class Style:
 
 @dataclass(frozen=True)
 class Win:
-    """How often the row wins against the column, in percent; None on the diagonal and where no seed is in common."""
+    """The win rate of the row against the column, in percent; None on the diagonal and if no seed is in common."""
 
     share: int | None
     low: int = 0
@@ -205,7 +205,7 @@ class Win:
 
 @dataclass(frozen=True)
 class ComparisonCharts:
-    """What the page of a comparison draws."""
+    """The charts of a comparison's page."""
 
     drawn: Mapping[str, Style]  # by arm, in the order in which they are drawn
     frontier: Chart
@@ -238,7 +238,7 @@ def styles(arms: Sequence[str]) -> dict[str, Style]:
 def drawing_order(results: ComparisonResults) -> list[str]:
     """Return the arms in the order in which they are drawn.
 
-    That is their order in results.json; where there are more than MAX_ALL_SHOWN, the best come first, so that those
+    That is their order in results.json; if there are more than MAX_ALL_SHOWN, the best come first, so that those
     shown at first look least alike.
     """
     arms = list(results.arms)
@@ -323,9 +323,9 @@ def by_seed(results: ComparisonResults, arm: str) -> dict[int, list[Evaluation]]
 
 
 def finished_seeds(results: ComparisonResults, arm: str) -> dict[int, list[Evaluation]]:
-    """Group the evaluations of an arm by seed: those of its finished seeds, of all as long as none is finished.
+    """Group the evaluations of an arm by seed: only its finished seeds, but all seeds as long as none is finished.
 
-    A mean over seeds ends where the shortest does, so a seed that failed early would cut the curve of the others.
+    A mean over seeds ends with the shortest one, so a seed that failed early would cut the curve of the others.
     """
     seeds = by_seed(results, arm)
     done = {seed.seed for seed in results.arms[arm].seeds if seed.status == "done"} if arm in results.arms else set()
@@ -388,7 +388,7 @@ def _proxy_chart(results: ComparisonResults, arm: str) -> Chart | None:
 def win_matrix(results: ComparisonResults) -> list[tuple[str, list[Win]]]:
     """Build the matrix of win rates: (arm, its Win against each arm), both in the order of their scores.
 
-    It is empty where no two arms can be compared.
+    It is empty if no two arms can be compared.
     """
     if not results.win_rates:
         return []

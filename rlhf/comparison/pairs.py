@@ -1,6 +1,6 @@
 """Judge the final models of a comparison against each other, pair by pair: `pairs` in its file.
 
-The completions are those of judged.json, so that nothing is sampled again. The result of a model is a file among its
+The completions come from judged.json, so that nothing is sampled again. The result of a model is a file among its
 suites, evals/pairs.json, with a win rate for each opponent.
 """
 
@@ -31,7 +31,7 @@ PAIRS = "pairs"
 def judge_pairs(plan: CellPlan) -> None:
     """Judge every finished cell against every opponent of its seed, and write evals/pairs.json of the cell.
 
-    A cell whose file has the same settings, opponents and completions is left as it is.
+    A cell whose file has the same settings, opponents and completions is not judged again.
 
     Raises:
         UserError: the judge cannot be built, or it fails.

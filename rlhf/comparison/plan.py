@@ -45,7 +45,7 @@ def suites_of(suites: Mapping[str, Tree], train: TrainConfig, proxy: Source | No
         train: the configuration of the cell's run; its seed, device, dtype, chat template and system message hold for
             the suites too.
         proxy: the reward that is trained on, by which best-of-n picks.
-        n: the n of a best-of-n arm, whose suites are those that can draw several answers and keep one; None otherwise.
+        n: the n of a best-of-n arm, whose suites have to draw several answers and keep one; None otherwise.
 
     Raises:
         ConfigError: no such suite, or a setting is wrong; the message names it.
@@ -66,7 +66,7 @@ def _settings_class(name: str) -> type[Suite]:
 
 
 def _settings(name: str, given: Tree, train: TrainConfig) -> Tree:
-    """Complete a suite's settings from those of the run, and check them."""
+    """Complete a suite's settings from the run's, and check them."""
     kind = _settings_class(name)
     sampling = {"temperature": train.sampling.temperature, "batch_size": train.sampling.batch_size}
     try:
@@ -122,7 +122,7 @@ class Cell:
 class CellPlan:
     """All cells of a comparison.
 
-    They come seed after seed, the start model's before those of the arms, so that an unfinished comparison can already
+    They come seed after seed, the start model's before the arms', so that an unfinished comparison can already
     be evaluated, and a later seed finds the greedy answers of the start model.
     """
 
@@ -150,8 +150,8 @@ def plan_cells(config: CompareConfig, *, beside: Path, lab_files: bool = True, t
         trials: whether to plan the trials of tuning too, if the comparison tunes.
 
     Raises:
-        ConfigError: an arm is not a valid run, breaks a rule of `rlhf lint` whose level is error, or sets what the
-            comparison fixes; the message names the arm.
+        ConfigError: an arm is not a valid run, breaks a rule of `rlhf lint` whose level is error, or sets a key that
+            the comparison fixes; the message names the arm.
     """
     base = merge(read_yaml(locate_base(config, beside)), config.shared.tree())
     _refuse(config.shared, LENGTH, "shared")
@@ -244,7 +244,7 @@ def read_plan(config: CompareConfig, folder: Path) -> CellPlan:
 
 
 def ensure_owner(cell: Cell) -> None:
-    """Write cell.yaml if there is none or it differs in what may change.
+    """Write cell.yaml if there is none or it differs in settings that may change.
 
     Raises:
         ConfigError: as `check_owner`.
@@ -260,7 +260,7 @@ def ensure_owner(cell: Cell) -> None:
 def check_owner(cell: Cell) -> None:
     """Check that the cell's folder has no cell.yaml, or one with the same settings.
 
-    Suites may differ, as they change nothing of what is there; so may the settings of speed and memory (`MACHINE`).
+    Suites may differ, as they change no result that is there; so may the settings of speed and memory (`MACHINE`).
 
     Raises:
         ConfigError: the folder belongs to another comparison, or to another version of the package.

@@ -32,7 +32,7 @@ Status = Literal["done", "partly done", "failed", "unfinished"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """What is measured of a model on the held-out prompts; None for what was not measured."""
+    """The measures of a model on the held-out prompts; None for a measure that was not taken."""
 
     score: float | None = None
     score_std: float | None = None
@@ -107,7 +107,7 @@ class SuiteFigure:
     """One figure of a suite: the mean over seeds, its interval, and its gain over the start model, paired by row."""
 
     value: float
-    low: float | None  # None where the figure has no number for each row
+    low: float | None  # None if the figure has no number for each row
     high: float | None
     gain: Interval | None = None
 
@@ -157,7 +157,7 @@ class MeanCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class EqualKl:
-    """The score of an arm at the KL at which all arms are compared; None where no seed reached it."""
+    """The score of an arm at the KL at which all arms are compared; None if no seed reached it."""
 
     kl: float
     score: float | None
@@ -193,14 +193,14 @@ class SeedResult:
 
 @dataclass(frozen=True, kw_only=True)
 class FinalModels:
-    """The final models of an arm: means over its finished seeds, and what they gain over the start model."""
+    """The final models of an arm: means over its finished seeds, and their gains over the start model."""
 
     measures: Measures
     gain: Interval
-    gain_in_std: Interval | None  # None where the start model's scores are all equal
+    gain_in_std: Interval | None  # None if the start model's scores are all equal
     win_rate_over_start: Interval
     length_controlled_win_rate_over_start: LengthControlled
-    at_equal_kl: EqualKl | None  # None where the comparison has no equal KL
+    at_equal_kl: EqualKl | None  # None if the comparison has no equal KL
     costs: MeanCosts | None
 
     def record(self) -> dict[str, object]:
@@ -228,7 +228,7 @@ class ArmResult:
     """One arm over all seeds."""
 
     type: ArmType
-    preset: str | None  # of a trained arm, where it has one
+    preset: str | None  # of a trained arm, if it has one
     n: int | None  # of best-of-n
     kl_is_bound: bool
     status: Status
@@ -254,7 +254,7 @@ class ArmResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmWinRate:
-    """How often arm `a` scores higher than arm `b`, over the prompts and the seeds that both have finished."""
+    """The share in which arm `a` scores higher than arm `b`, over the prompts and the seeds that both have finished."""
 
     a: str
     b: str
@@ -300,7 +300,7 @@ class StartModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmBudget:
-    """What every trained arm may spend."""
+    """The budget of every trained arm."""
 
     unit: BudgetUnit
     limit: float
@@ -319,13 +319,13 @@ class ComparisonResults:
     seeds: tuple[int, ...]
     prompts: int  # held-out prompts
     start_model: StartModel
-    equal_kl: float | None  # nats; None where no KL is common to all
+    equal_kl: float | None  # nats; None if no KL is common to all
     arms: Mapping[str, ArmResult]
     win_rates: tuple[ArmWinRate, ...]
     evaluations: tuple[Evaluation, ...]
     best_of_n: Mapping[str, tuple[CurvePoint, ...]]  # by arm, the mean over seeds
     exact_frontier: tuple[FrontierPoint, ...] | None = None  # of a task whose completions can be enumerated
-    tuning: Tuning | None = None  # None where the arms were run as they are written
+    tuning: Tuning | None = None  # None if the arms were run as they are written
 
     @property
     def finals(self) -> dict[str, FinalModels]:

@@ -60,7 +60,7 @@ def run_cells(plan: CellPlan, start: StartCell, view: ComparisonView) -> bool:
     Args:
         plan: the cells, and the number that run at once (`jobs`).
         start: starts a cell.
-        view: what shows the progress.
+        view: shows the progress.
 
     Raises:
         ConfigError: a folder belongs to another comparison.
@@ -240,7 +240,7 @@ class CellProcess:
         if code == INTERRUPTED or self._stop_requested:
             return "interrupted"
         if is_over(self.cell):
-            return "done"  # what came after its last file went wrong
+            return "done"  # the error came after its last file
         error = extract_error(self.cell.folder / ERRORS, code, launched=self._launched)
         advice = advice_on_memory(error, self._jobs)
         record_failure(self.cell.folder, error + advice, crowded=bool(advice))

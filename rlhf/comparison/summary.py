@@ -25,21 +25,21 @@ from rlhf.tracking.metrics import format_gigabytes, format_interval, format_numb
 
 SUITE_FIGURES = 6  # the most figures of a suite that get a column
 LEAST_KL = 0.5  # nats per sequence: a policy nearer to its start has hardly been trained
-FEW_SEEDS = 3  # up to so many, the intervals are too narrow where seeds differ (docs/compare.md)
+FEW_SEEDS = 3  # up to so many, the intervals are too narrow if seeds differ (docs/compare.md)
 FEW_PROMPTS = 6  # fewer favor one side by chance more than one time in twenty: 2 · 2^-5 = 0.06
 
 
 def verdict(results: ComparisonResults) -> str:
     """Write two sentences: which trained arm is best and by how much, and how it compares with the next.
 
-    They claim no more than was measured: where best-of-n or the start model scores higher, the best is the best of the
+    They claim no more than was measured: if best-of-n or the start model scores higher, the best is the best of the
     trained arms only.
     """
     ranked = ranking(results)
     untuned = results.tuning.untuned_arms if results.tuning is not None else set()
     trained = [arm for arm in ranked if results.arms[arm].type == "train" and arm not in untuned]
     if not ranked:
-        return "No arm was finished, so there is nothing to compare. What went wrong is in the notes below."
+        return "No arm was finished, so there is nothing to compare. The notes below give the errors."
     best = (trained or ranked)[0]
     final = results.finals[best]
     score = final.measures.score
@@ -59,14 +59,14 @@ def verdict(results: ComparisonResults) -> str:
 
 
 def _seeds_if_partial(results: ComparisonResults, arm: str) -> str:
-    """Return in brackets how many seeds an arm has finished; empty where it has finished all."""
+    """Return in brackets how many seeds an arm has finished; empty if it has finished all."""
     seeds = results.arms[arm].seeds
     done = sum(cell.status == "done" for cell in seeds)
     return "" if done == len(seeds) else f" ({done} of {len(seeds)} seeds)"
 
 
 def _as_written(results: ComparisonResults, arm: str) -> str:
-    """Return the score of a tuned arm as it was written, in brackets, where that was run too."""
+    """Return the score of a tuned arm as it was written, in brackets, if that was run too."""
     tuning = results.tuning.arms.get(arm) if results.tuning is not None else None
     final = results.finals.get(tuning.untuned_arm) if tuning is not None and tuning.untuned_arm is not None else None
     if final is None or final.measures.score is None:
@@ -287,7 +287,7 @@ def _equal_kl_row(reached: EqualKl | None, start: float) -> list[Any]:
 
 
 def cost_table(results: ComparisonResults) -> Table:
-    """Build the table of what every arm spent, the mean over its seeds."""
+    """Build the table of the costs of every arm, the mean over its seeds."""
     shown = [cost for cost in COSTS_TABLE if cost.column]
     rows: list[list[Any]] = []
     for name, final in results.finals.items():

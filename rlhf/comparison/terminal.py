@@ -1,4 +1,4 @@
-"""What the terminal shows of a comparison: its cells while they run, and its results."""
+"""The terminal's display of a comparison: its cells while they run, and its results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf.tracking.progress import printable
 
 
 class ComparisonTerminal(ComparisonView):
-    """Prints what a comparison tells, and draws the cells that run."""
+    """Prints the reports of a comparison, and draws the cells that run."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(Terminal(console))
@@ -40,7 +40,7 @@ class ComparisonTerminal(ComparisonView):
         return Board(self._console, total, alone=alone)
 
     def results(self, results: ComparisonResults, report: Path) -> None:
-        """Print a row for each arm, what tuning changed, the suites and the verdict, and where the page is."""
+        """Print a row for each arm, what tuning changed, the suites and the verdict, and the path of the page."""
         table = Table("arm", "judge's score", "gain over start", "KL, nats", "status", box=None, pad_edge=False)
         ranked = ranking(results)
         for name in [*ranked, *(name for name in results.arms if name not in ranked)]:
@@ -67,7 +67,7 @@ def _row(arm: ArmResult) -> list[str]:
 
 
 def _print_tuning(results: ComparisonResults, console: Console) -> None:
-    """Print what tuning changed, without its costs, which the page has."""
+    """Print what tuning changed, without its costs (see the page)."""
     tuning = tuning_table(results)
     if tuning is None:
         return

@@ -64,9 +64,9 @@ JUDGED = "judged.json"
 class Judgment:
     """The content of judged.json: the mean metrics, and one record for each held-out prompt.
 
-    A record has row, prompt, completion, score (the judge's), proxy (the trained-on reward's, where there is one),
+    A record has row, prompt, completion, score (the judge's), proxy (the trained-on reward's, if there is one),
     kl and kl_exact (in nats; for best-of-n, kl is null and kl_exact is absent), length (in tokens) and finished. A
-    score is null where no verifier applies.
+    score is null if no verifier applies.
     """
 
     metrics: Mapping[str, float | None]
@@ -78,7 +78,7 @@ class Judgment:
         return [str(row["prompt"]) for row in self.rows]
 
     def column(self, name: str) -> Float[Tensor, " P"]:
-        """Return one number of every record, in the order of the prompts; NaN where it is null."""
+        """Return one number of every record, in the order of the prompts; NaN if it is null."""
         values = (row[name] for row in self.rows)
         return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
@@ -152,7 +152,7 @@ class BestOfNSamples:
 def run_best_of_n(cell: CellConfig, arm: BestOfNArm, folder: Path) -> Judgment:
     """Sample, pick and judge, and write draws.json (the curve over n) and costs.jsonl.
 
-    The costs are those of n samples of each prompt, which is what the arm needs; the others are for the curve alone.
+    The costs are of the n samples of each prompt that the arm needs; the others are for the curve alone.
 
     Raises:
         UserError: a model, the data, the judge or the proxy is missing or unusable.
@@ -318,7 +318,7 @@ FOLDER = "evals"
 
 @dataclass(frozen=True)
 class SuiteScores:
-    """The scores of one suite on one model: its figures, and where a figure has one, the number of every row.
+    """The scores of one suite on one model: its figures, and the number of every row for each figure that has one.
 
     A row that was left out has NaN.
     """
@@ -374,7 +374,7 @@ def read_suites(folder: Path) -> dict[str, SuiteScores]:
 
 
 def _read_scores(path: Path) -> SuiteScores:
-    """Read a suite's scores without the figures that its answers do not have: of no words, no share is distinct."""
+    """Read a suite's scores without the figures that its answers do not have: no words have no distinct share."""
     content = json.loads(path.read_text(encoding="utf-8"))
     figures = {
         name: SuiteFigure(value=figure["value"], low=figure.get("low"), high=figure.get("high"))

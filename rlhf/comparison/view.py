@@ -1,4 +1,4 @@
-"""What a comparison tells while it runs: its warnings, the cells that run, and its results."""
+"""The reports of a comparison while it runs: its warnings, the cells that run, and its results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rlhf.tracking.view import View
 
 
 class ComparisonView:
-    """Receives what a comparison tells, and shows nothing; a subclass overrides what it shows.
+    """Receives the reports of a comparison, and shows nothing; a subclass overrides methods to show some.
 
-    rlhf.comparison.terminal.ComparisonTerminal is what the `rlhf` program shows.
+    The `rlhf` program has the subclass rlhf.comparison.terminal.ComparisonTerminal.
 
     Args:
-        run: receives what the runs in this process tell (the lab's), and headings and notes.
+        run: receives the reports of runs in this process (the lab's), and headings and notes.
     """
 
     def __init__(self, run: View | None = None) -> None:
@@ -29,8 +29,8 @@ class ComparisonView:
         """Receive the rules that each arm breaks, by its name."""
 
     def board(self, total: int, *, alone: bool) -> Board:
-        """Return what shows `total` cells while they run; `alone`: one at a time."""
+        """Return the display of `total` cells while they run; `alone`: one at a time."""
         return Board(Console(quiet=True), total, alone=alone)
 
     def results(self, results: ComparisonResults, report: Path) -> None:
-        """Receive the results, and where the page is."""
+        """Receive the results, and the path of the page."""

@@ -2,10 +2,10 @@
 
 - `load`: reads YAML and overrides into a validated configuration (`load_train`, `load_reward_model`, `load_compare`).
 - `sections`: `OnlineConfig`, `OfflineConfig`, `RewardModelConfig`; parts: `algorithm`, `rescue`, `data`,
-  `reward`, `run` (how a run goes, whatever it trains).
+  `reward`, `run` (how any run goes).
 - `compare`: `CompareConfig`, several algorithms on one budget under one judge.
 - `presets`: the named algorithms, and which of two conflicting settings wins.
-- `files`: the YAML parser, `key=value`, and where the project's own `configs/` are.
+- `files`: the YAML parser, `key=value`, and the folder of the project's own `configs/`.
 
 The package itself exports nothing: import from its modules. docs/configuration is made from their docstrings.
 """

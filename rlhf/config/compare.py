@@ -399,7 +399,7 @@ class CellConfig(Section):
     proxy: Annotated[Source, OneOf()] | None = None
     """The reward to train on."""
     budget: BudgetConfig | None = None
-    """What the run may spend; null: nothing is trained."""
+    """The budget of the run; null: nothing is trained."""
     suites: dict[str, dict[str, Any]] = {}
     """Suites to run on the final model, by name, with their settings."""
     best_of_n: BestOfNArm | None = None

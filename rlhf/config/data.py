@@ -1,4 +1,4 @@
-"""The data sections: which rows to read, from where, how long they may be, and what to do with bad ones."""
+"""The data sections: which rows to read, from where, how long they may be, and the treatment of bad ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Learn = Literal["assistant", "last", "all"]
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How conversations are turned into text: the three chat keys of the data section."""
+    """The form of conversations as text: the three chat keys of the data section."""
 
     template: str = "auto"
     kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -62,7 +62,7 @@ def locate_config(path: str | Path) -> Path:
 
 
 def nearest_config(path: str | Path) -> Path | None:
-    """Return the existing configuration whose name is most like that of `path`, in the folder that `path` names."""
+    """Return the existing configuration whose name is nearest to `path`'s, in the folder that `path` names."""
     file = Path(path)
     folders = [file.parent]
     if _is_shipped_name(file):
@@ -77,7 +77,7 @@ def _is_shipped_name(file: Path) -> bool:
 
 
 class _SettingsLoader(yaml.SafeLoader):
-    """A safe loader of what JSON can hold: 2000-01-01 and all keys are text. No key is there twice."""
+    """A safe loader of the values that JSON has: 2000-01-01 and all keys are text. No key may occur twice."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -117,7 +117,7 @@ class InvalidYaml(ValueError):
 
 
 def parse_yaml(text: str, name: str = "the text") -> Any:
-    """Parse a YAML text into plain data; `name` is what errors call it.
+    """Parse a YAML text into plain data; errors call it `name`.
 
     Raises:
         InvalidYaml: the text is not YAML, a value cannot be constructed, a key is there twice, or JSON cannot hold it.
@@ -128,7 +128,7 @@ def parse_yaml(text: str, name: str = "the text") -> Any:
         return value
     except RecursionError as error:
         raise InvalidYaml("it is nested too deep") from error
-    # Besides its own errors PyYAML lets those of its value constructors through: !!int "", !!float x.
+    # Besides its own errors PyYAML lets errors of its value constructors through: !!int "", !!float x.
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
         raise InvalidYaml((str(error) or type(error).__name__).replace('"<unicode string>"', name)) from error
 

@@ -34,7 +34,7 @@ from rlhf.section import Choice, Needed, Section, members_of
 
 C = TypeVar("C", bound=Section)
 
-EXTENDS = "extends"  # key of a file that another one's settings come before
+EXTENDS = "extends"  # key of a file with the name of another, whose settings come first
 RUN_FOLDER_KEYS = ("versions", "git_commit")  # what a run folder's config.yaml has in addition
 
 ALIASES = {
@@ -196,7 +196,7 @@ def read_yaml(path: str | Path) -> Tree:
     """Read the settings in a YAML file or run folder, without what a run folder adds to them.
 
     A name that begins with `configs/` and is not in the working folder is one of the project's own configurations. A
-    file that says `extends: other.yaml`, beside it, is those settings with its own over them.
+    file with `extends: other.yaml` has the settings of that file, beside it, with its own over them.
 
     Raises:
         ConfigError: there is no such file, it is not YAML, it is not a mapping, or it extends itself.
@@ -222,7 +222,7 @@ def _read_yaml(path: str | Path, extended_by: tuple[Path, ...]) -> Tree:
 
 
 def _extended(settings: Tree, file: Path, extended_by: tuple[Path, ...]) -> Tree:
-    """Merge the settings of a file into those of the file that it extends, if it says so."""
+    """Merge the settings of a file into the settings of the file that it extends, if any."""
     other = settings.pop(EXTENDS, None)
     if other is None:
         return settings
@@ -259,7 +259,7 @@ def _names_another_algorithm(base: Tree, over: Tree) -> bool:
 
 
 def drop_unread(tree: Tree, given: Tree, config: TrainConfig) -> Tree:
-    """Remove what the algorithm of `config` does not read and `given` does not set: a file may serve several."""
+    """Remove settings that `config`'s algorithm does not read and `given` does not set: a file may serve several."""
     return drop_keys(tree, [key for key in unread_keys(config) if get_setting(given, key) is None])
 
 
@@ -383,7 +383,7 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
 
 
 def _unread_holdout(data: DataConfig, name: str) -> list[tuple[str, str]]:
-    """List data.holdout where no rows of the data set of this name can be held out by it."""
+    """List data.holdout if no rows of the data set of this name can be held out by it."""
     if data.holdout is None or getattr(data, name) is None or getattr(data, f"eval_{name}") is not None:
         return []
     why = f"data.{name} is mixed, streamed or has a part of its own (set data.eval_{name}.path)"
@@ -391,7 +391,7 @@ def _unread_holdout(data: DataConfig, name: str) -> list[tuple[str, str]]:
 
 
 def _unread_optimizer(config: OnlineConfig) -> list[tuple[str, str]]:
-    """List the policy's optimizer settings where the policy loss searches its step instead."""
+    """List the policy's optimizer settings if the policy loss searches its step instead."""
     loss = config.algorithm.policy_loss
     settings = tuple(OptimizerConfig.model_fields) if loss.searches else ()
     return _changed_among(config.policy, "policy.", settings, loss.unread_optimizer)
@@ -456,7 +456,7 @@ def _explain(kind: type[Section], mistake: Mapping[str, Any]) -> str:
 
 
 def _reason_if_needed(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str | None:
-    """Return why a key that is not set has to be, where its section says so (`Needed`)."""
+    """Return the reason that an unset key has to be set, if its section gives one (`Needed`)."""
     if not keys or (mistake["type"] != "missing" and mistake.get("input") is not None):
         return None
     fields = [model.model_fields[keys[-1]] for model in models if keys[-1] in model.model_fields]
@@ -483,7 +483,7 @@ def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[t
 
 
 def _no_section(value: object, keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
-    """Describe how to set a section that has no type, or that was given a value; the key is named that it is for."""
+    """Describe how to set a section that has no type, or that was given a value; name the key that is wanted."""
     fields = [model.model_fields[keys[-1]] for model in models if keys and keys[-1] in model.model_fields]
     sections = [section for field in fields for section in _sections(field.annotation)] or models  # of a list: these
     types = [name for field in fields for name in members_of(field.annotation, field.metadata)]
@@ -593,7 +593,7 @@ def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:
 
 
 def load_any(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | RewardModelConfig | CompareConfig:
-    """Load what the file describes: a reward model (`model:`), a comparison (`arms:`), otherwise a training run.
+    """Load the configuration in the file: a reward model (`model:`), a comparison (`arms:`), otherwise a training run.
 
     Raises:
         ConfigError: as `load_train`.

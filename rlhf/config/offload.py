@@ -1,4 +1,4 @@
-"""What leaves the GPU while a part of a step does not read it."""
+"""The models, moments and copies that leave the GPU while a part of a step does not read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a preset sets outside `algorithm`, and which of two exclusive settings is kept: the last given."""
+"""The settings of presets outside `algorithm`, and the choice between two exclusive settings: the last given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tree = dict[str, Any]
 
 
 def sizes_of_preset(name: object) -> Tree:
-    """Return what a preset sets outside `algorithm`; nothing if there is no such preset."""
+    """Return the settings of a preset outside `algorithm`; none if there is no such preset."""
     settings = PRESETS.get(name, {}) if isinstance(name, str) else {}
     return {section: sizes for section, sizes in settings.items() if section != "algorithm"}
 
@@ -63,7 +63,7 @@ def keep_last_alternative(tree: Mapping[str, Any], over: Mapping[str, Any]) -> T
 
 
 def drop_overruled(tree: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """Remove from `tree` the alternatives to what `over` sets and the settings that its choices make meaningless."""
+    """Remove from `tree` the alternatives to `over`'s settings and the settings that its choices make meaningless."""
     excluded = [
         key
         for exclusion in EXCLUSIONS
@@ -75,9 +75,9 @@ def drop_overruled(tree: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
 
 
 def drop_other_types(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """Remove from the algorithm of `base` each section for whose type, which its preset gives, `over` names another.
+    """Remove from the algorithm of `base` each section whose type is its preset's, if `over` names another type.
 
-    So a section that leaves its type to the preset is replaced as one that names it. Arms of a comparison alike.
+    So a section that leaves its type to the preset is replaced like one that names it; the same in a comparison's arms.
     """
     kept = drop_keys(base, [f"algorithm.{name}" for name in _sections_of_other_types(base, over)])
     arms, changed = kept.get("arms"), over.get("arms")

@@ -1,4 +1,4 @@
-"""The reward section (a source, its shaping, a second judge), and the sections that only a reward-model run has."""
+"""The reward section (a source, its shaping, a second judge), and the sections of reward-model runs alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CostSourceConfig(Section):
     """A cost per completion, beside the reward; algorithm.lagrange holds its mean at a limit."""
 
     source: Annotated[Source, OneOf()]
-    """The source of costs: higher is worse. A source like that of the reward, e.g. a cost model trained by rlhf reward
+    """The source of costs: higher is worse. A source, as for the reward, e.g. a cost model trained by rlhf reward
     on pairs whose first side is the more harmful one."""
 
 
@@ -94,7 +94,7 @@ class RewardConfig(Section):
             )
 
     def check_gdpo(self, algorithm: Online, *, reward_parts: int) -> None:
-        """Check that scores standardized within their groups meet an algorithm that takes them as they are.
+        """Check that scores standardized within their groups meet an algorithm that takes them unchanged.
 
         Raises:
             ValueError: it would standardize them again, or not see whole steps.
@@ -133,7 +133,7 @@ class StepLabelsConfig(Section):
     """A process reward model: data.preferences has rows with step labels (prompt, completions, labels) and no pairs."""
 
     separator: Annotated[str, Field(min_length=1)] = "\n"
-    """What the model reads behind each step; it grades the step at the last token of it."""
+    """The text that the model reads behind each step; it grades the step at the last token of this text."""
 
 
 class CalibrationConfig(Section):
@@ -162,7 +162,7 @@ class EnsembleConfig(Section):
 
     @property
     def varied(self) -> frozenset[Varied]:
-        """Return what members differ in."""
+        """Return the differences between members."""
         if self.vary is not None:
             return frozenset(self.vary)
         return frozenset(("head", "pairs") if self.backbone == "shared" else ("head", "order"))

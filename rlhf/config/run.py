@@ -1,4 +1,4 @@
-"""The sections that say how a run goes, whatever it trains: identity, length, checkpoints, logging, guard, processes.
+"""The sections that say how any run goes: identity, length, checkpoints, logging, guard, processes.
 
 Sharding has presets for DeepSpeed's own JSON, any key of which can be overridden.
 """
@@ -27,7 +27,7 @@ RESERVED_KEYS = {
     "gradient_clipping": "policy.max_grad_norm and critic.max_grad_norm",
     "train_batch_size": "batch.prompts_per_step",
     "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
-    "gradient_accumulation_steps": "batch.micro_batch_size; what does not fit in one pass is accumulated",
+    "gradient_accumulation_steps": "batch.micro_batch_size; gradients are accumulated over passes",
     "managed_gradient_accumulation": "no setting: the optimizer step marks a complete step",
     "fp16": "policy.dtype=bfloat16",
     "bf16": "policy.dtype=bfloat16, which keeps the weights in float32",
@@ -55,10 +55,10 @@ class RunConfig(Section):
     """On a GPU: compute products of float32 matrices in TF32, several times as fast, with 10 bits of mantissa. false:
     full float32, as on a CPU."""
     cache_dir: str | None = None
-    """Where reference log-probabilities are cached between runs; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
+    """Folder of the cache of reference log-probabilities between runs; null: $XDG_CACHE_HOME/rlhf, or ~/.cache/rlhf."""
 
     def named_after(self, algorithm: str) -> RunConfig:
-        """Return the section with the name of what trains in place of {algorithm}."""
+        """Return the section with the algorithm's name in place of {algorithm}."""
         names = {key: getattr(self, key).replace(ALGORITHM, algorithm) for key in ("name", "out_dir")}
         changed = {key: value for key, value in names.items() if value != getattr(self, key)}
         return self.model_copy(update=changed) if changed else self
@@ -108,14 +108,14 @@ class BestConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are saved and what a restart does."""
+    """The times of checkpoints, and the continuation from them."""
 
     every: Size = 50
     """Steps between checkpoints; 0: only at the end and on interruption."""
     keep: Count = 2
-    """How many checkpoints are kept; the oldest are deleted first."""
+    """Number of checkpoints to keep; the oldest are deleted first."""
     resume: Literal["auto", "never", "always"] = "auto"
-    """What to do with a folder that holds a run. auto: continue it from its newest intact checkpoint if it is the same
+    """Action if the folder holds a run. auto: continue it from its newest intact checkpoint if it is the same
     run; refuse if a setting differs that may not change (docs/run_folder.md). never: begin at step 0; the run in the
     folder is moved to <folder>.old-1. always: continue from its weights, optimizer moments and step count with the new
     settings; KL coefficient, best checkpoint and completions sampled ahead begin again."""
@@ -158,7 +158,7 @@ class GuardConfig(Section):
     """With raise_kl: each alarm multiplies kl.coef by this, from the next step on."""
 
     def action(self, alarm: str) -> Action:
-        """Return what the alarm of this name does."""
+        """Return the action of the alarm of this name."""
         return self.alarms.get(alarm, self.on_alarm)
 
 

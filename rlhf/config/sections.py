@@ -123,7 +123,7 @@ class PolicyConfig(OptimizerConfig, TrainedWeightsConfig):
     from a GGUF file or an adapter cannot be compared: float32). Any other value is obeyed, and the run reports the
     loss. Checkpoints are exact."""
     export: Export = "merged"
-    """What a run with adapters exports. merged: the whole model, adapters added to its weights; adapter: the adapter
+    """The export of a run with adapters. merged: the whole model, adapters added to its weights; adapter: the adapter
     alone, which peft loads onto its base; both: the model, and the adapter in the folder adapter beside it."""
     trust_remote_code: bool = False
     """Run Python code that a hub model ships."""
@@ -155,15 +155,15 @@ class ReferenceConfig(WeightsConfig):
             )
 
 
-CRITIC_TO_POLICY_LR = 5.0  # a critic's learning rate, where none is set, over the policy's
+CRITIC_TO_POLICY_LR = 5.0  # a critic's learning rate, if none is set, over the policy's
 
 
 class CriticConfig(OptimizerConfig, TrainedWeightsConfig):
     """The value function: a backbone with a scalar head."""
 
     lr: NonNegative = 5e-6
-    """Peak learning rate; 0 trains nothing (for trial runs). Where it is not set, it is five times policy.lr: a new
-    head starts at zero, and has to know the returns long before the policy is done."""
+    """Peak learning rate; 0 trains nothing (for trial runs). If it is not set, it is five times policy.lr: a new
+    head starts at zero, and has to learn the returns long before the policy's training ends."""
     init: str = "auto"
     """policy: the policy's backbone with a new head; reward: the reward model of reward.source, head included;
     a folder: that reward model; auto: reward if reward.source is a model, otherwise policy."""
@@ -176,7 +176,7 @@ class CriticConfig(OptimizerConfig, TrainedWeightsConfig):
     """Number of initial steps that train only the critic."""
 
     def check_start(self, source: Source, old_log_probs: OldLogProbs) -> None:
-        """Check that the critic can start from a reward of this source, and what a shared backbone rules out."""
+        """Check that the critic can start from a reward of this source, and the settings of a shared backbone."""
         if self.shared:
             self._check_shared(old_log_probs)
         if self.init == "reward" and source.critic_start is None:
@@ -216,7 +216,7 @@ def _uncorrected_server(sampling: SamplingConfig, facts: Facts) -> str | None:
 
 
 class SamplingConfig(Section):
-    """Sampling of completions. Importance ratios and KL are exact also where top_k, top_p or min_p leave tokens out."""
+    """Sampling of completions. Importance ratios and KL are exact also if top_k, top_p or min_p leave tokens out."""
 
     lint_rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -237,8 +237,8 @@ class SamplingConfig(Section):
     server: Annotated[Server, OneOf("rlhf")] | None = None
     """The sampling servers; needed with backend=server, and unread otherwise."""
     correction: Annotated[Correction, OneOf()] | None = None
-    """Importance weights for completions that another distribution than the policy's drew: a server with other
-    arithmetic, or an older policy. null: none, and with overlap.ahead token_truncate with overlap.ratio_cap. A name
+    """Importance weights for completions from another distribution than the policy's: of a server with other
+    arithmetic, or of an older policy. null: none, and with overlap.ahead token_truncate with overlap.ratio_cap. A name
     alone is the correction with its usual cap."""
     completions_per_prompt: Count = 1
     """Completions sampled per prompt (the group size)."""
@@ -329,7 +329,7 @@ class OverlapConfig(Section):
     """Sample each step's completions during the previous update, from the policy before that update: one step
     off-policy, corrected by importance weights (ratio_cap). Needs memory for one more copy of the policy."""
     ahead_steps: Annotated[int, Field(ge=1, le=4)] = 1
-    """With ahead: how many steps before its own update a step is sampled, and so how many updates old its policy is.
+    """With ahead: how many steps before its own update a step is sampled, and so the age of its policy in updates.
     More than 1 evens out steps that take longer to sample than others; each may need one more copy of the policy."""
     ratio_cap: Positive = 2.0
     """With ahead: each token's advantage is multiplied by pi_old / pi_sampler, truncated at this value (truncated
@@ -432,7 +432,7 @@ class TrainSections(Section):
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen policy to compare with."""
     teacher: Annotated[Teacher, OneOf("model")] | None = None
-    """Where the distributions come from that the policy is distilled from (presets distill, opd, minillm and
+    """The source of the distributions that the policy is distilled from (presets distill, opd, minillm and
     distill_sft); null: no teacher."""
     critic: CriticConfig = CriticConfig()
     """The value function (GAE only)."""
@@ -447,7 +447,7 @@ class TrainSections(Section):
     overlap: OverlapConfig = OverlapConfig()
     """Concurrent sampling, scoring and training (online)."""
     offload: OffloadConfig = OffloadConfig()
-    """What is in the machine's memory while a part of a step does not read it (online)."""
+    """Models, moments and copies that leave the GPU while a part of a step does not read them (online)."""
     batch: BatchConfig = BatchConfig()
     """Batch sizes."""
     sharding: ShardingConfig = ShardingConfig()
@@ -489,7 +489,7 @@ class TrainSections(Section):
     @model_validator(mode="before")
     @classmethod
     def _reward_of_environment(cls, tree: Any) -> Any:
-        """Let the environment give the scores, where it is set and no source of them is."""
+        """Let the environment give the scores, if it is set and no source of scores is set."""
         if not isinstance(tree, Mapping) or tree.get("environment") is None:
             return tree
         reward = tree.get("reward")
@@ -559,7 +559,7 @@ class TrainSections(Section):
 
 
 class OnlineConfig(TrainSections):
-    """A run that samples from the policy it trains, and scores what it sampled."""
+    """A run that samples from the policy it trains, and scores these samples."""
 
     data: Annotated[OnlineDataConfig, PROMPTS_NEEDED]
     """The data sets."""
@@ -577,13 +577,13 @@ class OnlineConfig(TrainSections):
 
     @property
     def remembers_prompts(self) -> bool:
-        """Return whether the sampler keeps what it read of a prompt for the next turn of its episode."""
+        """Return whether the sampler keeps the keys and values of a prompt for the next turn of its episode."""
         samples_fast = self.sampling.backend in ("auto", "fast")
         return self.environment is not None and self.environment.remembers_prompts and samples_fast
 
     @property
     def update_gives_old_log_probs(self) -> bool:
-        """Return whether a step's old log-probabilities are those of its update's own pass.
+        """Return whether a step's old log-probabilities come from its update's own pass.
 
         That takes an update of one optimizer step, nothing before it that reads them, and completions of the policy
         that is trained. In float32 the sampler's serve as well, for all algorithms.
@@ -655,7 +655,7 @@ class OnlineConfig(TrainSections):
         return self
 
     def _check_support(self) -> None:
-        """Check that nothing reads whole distributions where top_k, top_p or min_p leave tokens out of sampling."""
+        """Check that nothing reads whole distributions if top_k, top_p or min_p leave tokens out of sampling."""
         setting = self.sampling.leaves_out
         if setting is None:
             return
@@ -674,7 +674,7 @@ class OnlineConfig(TrainSections):
                 )
 
     def _check_episodes(self) -> None:
-        """Check what episodes cannot be combined with, and leave cut ones out of the loss if that is asked for."""
+        """Check the settings that episodes exclude, and leave cut ones out of the loss if that is asked for."""
         turn_lambda = getattr(self.algorithm.advantage, "turn_lambda", None)
         if self.environment is None:
             if turn_lambda is not None:
@@ -704,7 +704,7 @@ class OnlineConfig(TrainSections):
             "overlap.reward_parts": (self.overlap.reward_parts > 1, "set overlap.reward_parts=1"),
             "reward.shaping.overlong_buffer": (
                 shaping.overlong_buffer > 0,
-                "a length is that of an action, not of an episode; give the penalty in step",
+                "a length is an action's, not an episode's; give the penalty in step",
             ),
             "environment.truncation=bootstrap without a critic": (
                 bootstraps and not algorithm.advantage.needs_critic,
@@ -849,7 +849,7 @@ class RewardModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_process(self) -> RewardModelConfig:
-        """Check what is for pairs alone."""
+        """Check the settings that are for pairs alone."""
         if self.process is None:
             return self
         refused = {

@@ -1,4 +1,4 @@
-"""How a model's weights are kept, and the adapters that train a few of them: what policy, critic and others share."""
+"""The storage of a model's weights, and the adapters that train a few of them: common to policy, critic and others."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class LoraConfig(Section):
     alpha: Positive = 32.0
     """Scale: the adapter is multiplied by alpha / r."""
     target_modules: list[str] | Literal["all-linear", "attention", "mlp"] = "all-linear"
-    """The modules that get an adapter: names, or all linear layers except the head, or those of the attention or of the
-    feed-forward halves alone."""
+    """The modules that get an adapter: names, or all linear layers except the head, or only the linear layers of
+    the attention or of the feed-forward halves."""
     modules_to_save: list[str] = []
-    """Modules to train whole and to save beside the adapters, e.g. [embed_tokens]; a scalar head always is."""
+    """Modules to train whole and to save beside the adapters, e.g. [embed_tokens]; a scalar head is always trained."""
     rslora: bool = False
     """Scale by alpha / sqrt(r) instead (rank-stabilized LoRA, Kalajdzievski 2023)."""
     dora: bool = False
@@ -49,12 +49,12 @@ class LoraConfig(Section):
 
 
 class WeightsConfig(Section):
-    """How the weights of one model are kept in memory."""
+    """The storage of one model's weights in memory."""
 
     precise: ClassVar[tuple[Weights, ...]] = ("auto", "float32")
 
     weights: Weights = "auto"
-    """How the weights are kept. float32; bfloat16: 2 bytes each (trained ones are rounded at random so that small steps
+    """Storage of the weights. float32; bfloat16: 2 bytes each (trained ones are rounded at random so that small steps
     count on average); int8, nf4: frozen linear layers in 1 byte or about half a byte, embeddings in bfloat16, below
     adapters. auto: float32, and frozen ones in bfloat16 if that changes no result."""
 
@@ -75,7 +75,7 @@ class WeightsConfig(Section):
 
 
 class TrainedWeightsConfig(WeightsConfig):
-    """How the weights of a trained model are kept, and which of them are trained."""
+    """The storage of a trained model's weights, and the choice of the trained ones."""
 
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""

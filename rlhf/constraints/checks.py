@@ -37,8 +37,8 @@ def words(text: str) -> list[str]:
 def count_sentences(text: str) -> int:
     """Count sentences.
 
-    A sentence ends at `.`, `!` or `?`, closing quotes and brackets included, where space follows. A full stop does not
-    end one after a known abbreviation or a single capital letter, nor where a lower-case word follows. The benchmark's
+    A sentence ends at `.`, `!` or `?`, closing quotes and brackets included, if space follows. A full stop does not
+    end one after a known abbreviation or a single capital letter, nor before a lower-case word. The benchmark's
     own program uses NLTK's Punkt model, which has to be downloaded; docs/decisions/013 reports how far the two agree.
     """
     stripped = text.strip()

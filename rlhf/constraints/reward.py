@@ -3,7 +3,7 @@
     reward: {source: {type: function, target: rlhf.constraints.reward:score}}
 
 The rows of the prompts have IFEval's columns `instruction_id_list` and `kwargs`; scripts/make_instructions.py writes
-such rows. A response is checked strictly, or loosely: without what often surrounds an answer.
+such rows. A response is checked strictly, or loosely: without the text that often surrounds an answer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Compliance:
-    """Which constraints of a row a response meets, in their order."""
+    """Whether a response meets each constraint of a row, in their order."""
 
     strict: tuple[bool, ...]
     loose: tuple[bool, ...]
@@ -116,7 +116,7 @@ def score(
 
         met / constraints + fluency * (English-like + not repetitive) / 2
 
-    Where a row asks for another language, its text counts as English-like.
+    If a row asks for another language, its text counts as English-like.
 
     Args:
         prompts: not used.

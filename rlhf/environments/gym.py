@@ -21,7 +21,7 @@ class GymAdapter(Adapter):
 
     @classmethod
     def load(cls, target: str, kwargs: Mapping[str, Any]) -> Make:
-        """Return what makes the environment of this ID, without Gymnasium's own limits and checks.
+        """Return the maker of the environment of this ID, without Gymnasium's own limits and checks.
 
         Raises:
             ConfigError: Gymnasium is not installed, or has no such ID.
@@ -55,7 +55,7 @@ class TextOnly:
         return _as_text(observation), info
 
     def step(self, action: str) -> tuple[Any, Any, Any, Any, Any]:
-        """Take the text, or the one number in it; what is no legal action gets a message and no reward."""
+        """Take the text, or the one number in it; an action that is not legal gets a message and no reward."""
         chosen: Any = action
         if self.choices is not None:
             numbers = NUMBER.findall(action)

@@ -68,7 +68,7 @@ class Host:
     """Runs requests, one after another; a failure of the environment is an answer, never an exception."""
 
     def __init__(self, make: Make) -> None:
-        """Take what makes an environment."""
+        """Take the maker of the environments."""
         self.make = make
         self._episodes: dict[int, _Episode] = {}
 
@@ -76,7 +76,7 @@ class Host:
         """Run one request.
 
         Raises:
-            BaseException: what is no Exception, such as the expiry of a time limit.
+            BaseException: one that is no Exception, such as the expiry of a time limit.
         """
         try:
             return request_handlers[type(request)](self, request)
@@ -121,7 +121,7 @@ request_handlers: dict[type, Callable[[Host, Any], HostReply]] = {Begin: Host.be
 
 @contextmanager
 def _kept_generators() -> Iterator[None]:
-    """Leave the process's random generators as they were."""
+    """Leave the process's random generators unchanged."""
     outside = _Episode(None)  # type: ignore[arg-type]
     _save_generators(outside)
     try:

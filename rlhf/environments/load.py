@@ -1,4 +1,4 @@
-"""Make environments from what a configuration names: a class of the user, or another library's by a prefix."""
+"""Make the environments that a configuration names: by a class of the user, or another library's by a prefix."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Adapter(Named):
 
     name: ClassVar[str]
     extra: ClassVar[str] = ""
-    """The optional extra of this project that installs the library; empty where none does."""
+    """The optional extra of this project that installs the library; empty if there is none."""
 
     @classmethod
     def load(cls, target: str, kwargs: Mapping[str, Any]) -> Make:
-        """Return what makes an environment; `target` is what follows the prefix.
+        """Return the maker of an environment; `target` is the text after the prefix.
 
         Raises:
             ConfigError: the library is not installed, or has no such environment.
@@ -43,7 +43,7 @@ def adapter_of(target: str) -> tuple[type[Adapter], str] | None:
 
 
 def load_environment(target: str, kwargs: Mapping[str, Any]) -> Make:
-    """Return what makes the environments that `target` names, and check how they are made.
+    """Return the maker of the environments that `target` names, and check how they are made.
 
     Raises:
         ConfigError: there is no such class, it has no reset, or it does not take the keywords.

@@ -1,6 +1,6 @@
 """Many environments at once: in this process, or in worker processes that are killed when a step takes too long.
 
-A worker holds the environments of several episodes. Where one of them hangs or kills its process, the others are made
+A worker holds the environments of several episodes. If one of them hangs or kills its process, the others are made
 again in a new one: from their seed, their row and the actions so far. An environment whose answers then differ is not
 a function of these, and its episode is a fault too.
 """
@@ -65,7 +65,7 @@ class EnvironmentPool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="environment") if workers else None
 
     def run(self, requests: Sequence[HostRequest]) -> list[HostReply]:
-        """Answer the requests, in their order; those of one episode always go to the same worker."""
+        """Answer the requests, in their order; requests of one episode always go to the same worker."""
         started = time.perf_counter()
         answers = self._run_in_workers(requests) if self._workers else [self._run_here(r) for r in requests]
         self.seconds += time.perf_counter() - started
@@ -197,7 +197,7 @@ class _Worker:
         return answer  # type: ignore[no-any-return]
 
     def _restart(self) -> None:
-        """Start a process, and play the episodes of the one before again; what cannot be is lost."""
+        """Start a process, and play the episodes of the one before again; an episode that cannot be played is lost."""
         self._launch()
         while not self._play_again():
             self._launch()

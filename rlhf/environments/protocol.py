@@ -1,4 +1,4 @@
-"""What an environment is: Gymnasium's reset and step, with text or messages; and what they return, checked.
+"""Defines environments: Gymnasium's reset and step, with text or messages, and checks of their results.
 
     class Guess:
         def reset(self, *, seed=None, options=None):  # options: the data row
@@ -7,7 +7,7 @@
         def step(self, action):
             return "higher", 0.0, False, False, {}    # observation, reward, terminated, truncated, info
 
-A subclass of gymnasium.Env is one as it is. Nothing here imports torch: worker processes start with it.
+A subclass of gymnasium.Env is one without changes. Nothing here imports torch: worker processes start with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 Observation = str | list[dict[str, Any]]
-"""What the policy reads next: a text, which is a user's message where there is a chat template, or messages."""
+"""The policy's next input: a text, which is a user's message if there is a chat template, or messages."""
 
 STEP_FORM = "step returns (observation, reward, terminated, truncated, info)"
 RESET_FORM = "reset returns (observation, info)"
@@ -48,12 +48,12 @@ class Environment(Protocol):
 
 
 class EnvironmentFault(Exception):
-    """An environment raised, hung, or returned what is no step: a failure of the machinery, not of the policy."""
+    """An environment raised, hung, or did not return a step: a failure of the machinery, not of the policy."""
 
 
 @dataclass(frozen=True)
 class ResetResult:
-    """The first observation of an episode, and the tools that its environment has."""
+    """The first observation of an episode, and the tools of its environment."""
 
     observation: Observation
     tools: tuple[Mapping[str, Any], ...] = ()  # as chat templates take them; an environment's `tool_schemas`
@@ -71,13 +71,13 @@ class StepResult:
 
     @property
     def is_tool_result(self) -> bool:
-        """Return whether the observation is what tools returned."""
+        """Return whether the observation comes from tools."""
         return self.metrics.get(TOOL_CALLS, 0.0) > 0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why an environment gave no answer, in one line."""
+    """The reason that an environment gave no answer, in one line."""
 
     reason: str
 

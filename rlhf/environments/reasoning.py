@@ -17,7 +17,7 @@ class ReasoningAdapter(Adapter):
 
     @classmethod
     def load(cls, target: str, kwargs: Mapping[str, Any]) -> Make:
-        """Return what makes the environment of this task; `kwargs` are the settings of its data set.
+        """Return the maker of the environment of this task; `kwargs` are the settings of its data set.
 
         Raises:
             ConfigError: reasoning-gym is not installed, has no such task, or the task refuses the settings.
@@ -56,7 +56,7 @@ class Question:
         return str(self.data[0]["question"]), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Score the answer: what is in the last <answer> tags, or else the whole text."""
+        """Score the answer: the text in the last <answer> tags, or else the whole text."""
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(action) or action.strip()

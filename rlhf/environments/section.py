@@ -1,4 +1,4 @@
-"""The section `environment`: which environment answers the policy, for how many turns, and what its failures do."""
+"""The section `environment`: the environment that answers the policy, its limits, and the effect of its failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def few_tokens(environment: EnvironmentConfig, facts: Facts) -> Value | None:
 
 
 def no_deadline(environment: EnvironmentConfig, facts: Facts) -> Value | None:
-    """Return null where a step may take for ever."""
+    """Return null if a step may take for ever."""
     return "null" if environment.step_timeout_s is None else None
 
 
@@ -44,20 +44,20 @@ class EnvironmentConfig(Section):
     max_turns: Count = 8
     """Most actions of an episode. An action has at most sampling.max_new_tokens tokens."""
     max_tokens: Count | None = None
-    """Most tokens of an episode after its prompt, actions and observations together. The episode ends where less than
-    sampling.max_new_tokens of them are left. null: what the model's context leaves."""
+    """Most tokens of an episode after its prompt, actions and observations together. The episode ends when less than
+    sampling.max_new_tokens of them are left. null: the rest of the model's context."""
     step_timeout_s: Annotated[float, Gt(0)] | None = 10.0
     """Seconds for one reset or step. null: no limit. Without workers a step in compiled code cannot be interrupted."""
     on_error: Literal["drop", "zero", "stop"] = "drop"
-    """What an environment does to its episode when it raises, hangs, or returns NaN. drop: the episode is left out of
+    """Treatment of an episode whose environment raises, hangs, or returns NaN. drop: the episode is left out of
     the loss and of its group's baseline; zero: it ends there with the rewards so far; stop: the run is saved and stops.
     More than 5 % of a step's episodes stop the run in any case."""
     workers: Annotated[int, Ge(0)] = 0
     """Processes that run environments, for each rank. 0: they run in the process that trains. Does not change
     results."""
     prefix_cache: bool = False
-    """Keep the keys and values of a prompt from one turn to the next, so that the model reads in each turn only what is
-    new; the fast sampler has it. It takes the memory of as many prompts as sampling.batch_size. Log-probabilities
+    """Keep the keys and values of a prompt from one turn to the next, so that the model reads in each turn only the new
+    tokens; the fast sampler has it. It takes the memory of as many prompts as sampling.batch_size. Log-probabilities
     differ by rounding, so that a run on servers or on more ranks is equal up to rounding only."""
     truncation: Literal["zero", "bootstrap", "drop"] = "zero"
     """The value after the last action of an episode that a limit ended (turns, tokens, the environment's own). zero: as
@@ -113,7 +113,7 @@ class EnvironmentConfig(Section):
             )
 
     def check_run(self, unsupported: Mapping[str, str]) -> None:
-        """Check that no setting of the run is on which episodes cannot be combined with.
+        """Check that no setting of the run is on that cannot be combined with episodes.
 
         Args:
             unsupported: the settings that are on, as key=value, with what to set instead.

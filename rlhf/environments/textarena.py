@@ -17,7 +17,7 @@ class TextArenaAdapter(Adapter):
 
     @classmethod
     def load(cls, target: str, kwargs: Mapping[str, Any]) -> Make:
-        """Return what makes the game of this ID.
+        """Return the maker of the game of this ID.
 
         Raises:
             ConfigError: TextArena is not installed, or has no such game.
@@ -36,7 +36,7 @@ class TextArenaAdapter(Adapter):
 
 
 class Game:
-    """A game for one player with Gymnasium's methods; what the player has not read yet is the observation."""
+    """A game for one player with Gymnasium's methods; the observation is the text that the player has not read yet."""
 
     def __init__(self, game: Any) -> None:
         """Take the game."""

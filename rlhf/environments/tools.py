@@ -1,7 +1,7 @@
 """Environments made of tools: a class in TRL's form, or plain functions; calls are read from the policy's text.
 
-A tool is a function with type hints and a docstring. Where the chat template has no form of its own for tools, as
-SmolLM2's, a call is one line of text, and its result comes back as the next observation:
+A tool is a function with type hints and a docstring. If the chat template, such as SmolLM2's, has no form of its
+own for tools, a call is one line of text, and its result comes back as the next observation:
 
     <tool>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool>
 """
@@ -120,7 +120,7 @@ def _read_call(body: str) -> Call | str:
 
 
 def run_call(call: Call | str, tools: Mapping[str, Tool]) -> tuple[str, bool]:
-    """Run a call; return what the policy reads, and whether the call worked."""
+    """Run a call; return the result for the policy to read, and whether the call worked."""
     if isinstance(call, str):
         return f"error: {call}", False
     tool = tools.get(call.name)
@@ -205,7 +205,7 @@ class FunctionTools:
     def __init__(
         self, tools: Sequence[Callable[..., Any]], reward: Callable[[str, Mapping[str, Any]], float] | None = None
     ) -> None:
-        """Take the tools, and what scores the answer; None: 0."""
+        """Take the tools, and the function that scores the answer; None: 0."""
         self.tools = {tool.name: tool for tool in map(tool_of, tools)}
         self.reward = reward
         self.row: Mapping[str, Any] = {}

@@ -2,7 +2,7 @@
 
     python -m rlhf.environments.worker
 
-What an environment prints goes to standard error. The process ends when its input does, in the middle of a step too.
+The output of an environment goes to standard error. The process ends when its input does, in the middle of a step too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Start:
-    """What a worker makes environments of."""
+    """The class of a worker's environments, and the process's plug-ins and path."""
 
     target: str
     kwargs: Mapping[str, Any]

@@ -102,7 +102,7 @@ class OfflineEvaluation:
     """
 
     def __init__(self, held_out: HeldOut, prompts: PromptEvaluator | None, ema: Ema | None) -> None:
-        """Take the evaluation on held-out data, that on held-out prompts, and the average of the weights."""
+        """Take the evaluations on held-out data and on held-out prompts, and the average of the weights."""
         self.held_out, self.prompts, self.ema = held_out, prompts, ema
         self.rows: RowTable = {}  # of the latest evaluation
 

@@ -43,13 +43,13 @@ class PolicyEvaluation:
 
     metrics: dict[str, float]
     rollout: Rollout  # a completion that no verifier applies to has the mean score of the others
-    scores: Scores  # of the judge; NaN where no verifier applies
+    scores: Scores  # of the judge; NaN if no verifier applies
     exact_kl: Float[Tensor, " B"]  # nats, summed over the tokens of each completion; zero without a reference
 
     def records(
         self, decode: Callable[[Sequence[int]], str], *, step: int, split: str, limit: int
     ) -> list[dict[str, object]]:
-        """Return the records of samples.jsonl for the first `limit` completions; the score None where it is NaN."""
+        """Return the records of samples.jsonl for the first `limit` completions; the score None if it is NaN."""
         records = sample_records(self.rollout, decode, step=step, split=split, limit=limit, parts=self.scores.parts)
         missing = self.scores.values.isnan().tolist()
         return [{**record, "score": None} if gone else record for record, gone in zip(records, missing, strict=False)]
@@ -77,8 +77,8 @@ def evaluate_policy(
         sampler: the sampler of the policy.
         models: compute log-probabilities under the policy and the reference.
         judge: scores the completions for `eval/score`.
-        proxy: the reward that the policy is trained on, where it is not the judge.
-        cost: the source of the costs for `eval/cost`, where the run has one.
+        proxy: the reward that the policy is trained on, if it is not the judge.
+        cost: the source of the costs for `eval/cost`, if the run has one.
         key: the key of the random numbers.
         greedy: also sample and score greedy completions.
         rows_per_pass: rows per forward pass; affects memory only. It is halved on out of memory, as in training.
@@ -126,7 +126,7 @@ def _score_rollout(
 ) -> tuple[Rollout, Float[Tensor, " B"]]:
     """Compute the log-probabilities of the completions and the exact KL of each, summed over its tokens.
 
-    It does what `annotate` does for training, but takes the KL from the same pass and has no critic: values are 0.
+    It works like `annotate` for training, but takes the KL from the same pass and has no critic: values are 0.
     """
 
     def forward_in_parts(share: Completions, size: int) -> tuple[Tensor, ...]:
@@ -137,7 +137,7 @@ def _score_rollout(
         lambda size: models.engine.ranks.map_rows_to_tensors(completions, lambda share: forward_in_parts(share, size))
     )
     values = scores.values.to(logprobs.dtype)
-    if completions.has_episodes:  # what an environment wrote has no probability under the policy
+    if completions.has_episodes:  # an environment's text has no probability under the policy
         logprobs, ref_logprobs, kl = (
             torch.where(completions.action_mask, tensor, 0.0) for tensor in (logprobs, ref_logprobs, kl)
         )
@@ -205,7 +205,7 @@ def _mean_and_error(name: str, values: Float[Tensor, " B"]) -> dict[str, float]:
 
 
 def perplexity(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> float:
-    """Compute the perplexity of all completions together; infinite where a float would overflow.
+    """Compute the perplexity of all completions together; infinite if a float would overflow.
 
         exp(-sum of log-probabilities / number of tokens)
 
@@ -231,7 +231,7 @@ def evaluate_loss(
 
     Args:
         batches: held-out batches.
-        loss: the loss; those of its metrics that have a held-out name in the table of metrics are averaged.
+        loss: the loss; its metrics that have a held-out name in the table of metrics are averaged.
         ranks: the ranks of the run.
         leave_out: metrics of the loss that would mean something else on these batches.
         rows: receives the values of every row, by name and in the order of the batches, if the loss tells them.

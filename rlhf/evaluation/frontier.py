@@ -1,4 +1,4 @@
-"""What a score costs in KL: frontiers, bounds of best-of-n, and signs of over-optimization."""
+"""The KL that a score costs: frontiers, bounds of best-of-n, and signs of over-optimization."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def kl_bound(n: int) -> float:
 
         log n - (n - 1) / n
 
-    It is the KL itself where no two completions tie and each is unlikely (Stiennon et al. 2020, appendix G.3), and an
+    It is the KL itself if no two completions tie and each is unlikely (Stiennon et al. 2020, appendix G.3), and an
     upper bound in general (Beirami et al. 2024, theorem 1).
     """
     return math.log(n) - (n - 1) / n
@@ -109,7 +109,7 @@ def score_at_kl(points: Sequence[tuple[float, float]], kl: float) -> float | Non
 def overoptimized(proxy: Sequence[float], gold: Sequence[float], margin: Sequence[float]) -> list[bool]:
     """Flag the evaluations at which the proxy still rises while the gold score falls (Gao et al. 2023).
 
-    An evaluation is flagged where, compared with the evaluation of the best gold score so far, the proxy is higher and
+    An evaluation is flagged if, compared with the evaluation of the best gold score so far, the proxy is higher and
     the gold is lower by more than `margin`. The margin, in units of gold, keeps noise from being flagged.
     """
     flags, best = [], 0

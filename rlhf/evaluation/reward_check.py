@@ -1,4 +1,4 @@
-"""Does a reward pay for what it should? Answers whose worth is known are scored before a policy finds the holes.
+"""Checks of rewards: answers whose worth is known are scored before a policy finds the holes.
 
 A right answer must earn the best score; an empty one, the prompt repeated, another row's answer, "I don't know.", ten
 thousand words and a list of all answers must not. A reward that pays one of them is a hole that a policy will find.
@@ -27,7 +27,7 @@ BINS = 4  # of lengths
 
 @dataclass(frozen=True)
 class CheckRow:
-    """A prompt, what a reward may read of its row, and a right answer; None where none is known."""
+    """A prompt, what a reward may read of its row, and a right answer; None if none is known."""
 
     prompt: str
     values: Mapping[str, Any]
@@ -36,7 +36,7 @@ class CheckRow:
 
 @dataclass(frozen=True)
 class Graded:
-    """Scores of completions, None where the reward does not apply; how many gradings failed, and why."""
+    """Scores of completions, None if the reward does not apply; how many gradings failed, and why."""
 
     scores: list[float | None]
     failed: int = 0
@@ -54,7 +54,7 @@ class Probe:
     mean: float
     low: float
     high: float
-    as_good: float  # the share of rows in which it earns at least what the right answer earns
+    as_good: float  # the share of rows in which it earns at least as much as the right answer
     level: Level
     problem: str = ""
     example: tuple[str, str] | None = None  # a prompt, and the completion that should not earn so much
@@ -73,7 +73,7 @@ class LengthBin:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCheck:
-    """What `rlhf reward-check` found; `ok` if no probe failed. str() of it is the table."""
+    """The result of `rlhf reward-check`; `ok` if no probe failed. str() of it is the table."""
 
     reward: str
     rows: int
@@ -117,8 +117,8 @@ def check_reward(
     """Score right and worthless answers of every row, and tell which the reward cannot tell apart.
 
     Args:
-        reward: what the reward is called.
-        rows: the prompts, with right answers where they are known.
+        reward: the name of the reward.
+        rows: the prompts, with right answers if they are known.
         score: scores completions.
         best: the best score, which every right answer must earn; None: it must only earn more than the others.
         is_learned: a model gives the scores, which may be wrong for some rows.
@@ -175,7 +175,7 @@ def _another(rows: Sequence[CheckRow], number: int) -> str | None:
 
 
 def _all_answers(rows: Sequence[CheckRow], number: int) -> str | None:
-    """Return a list of answers with the row's in its middle; None where there are no others."""
+    """Return a list of answers with the row's in its middle; None if there are no others."""
     others = [row.reference or "" for row in rows if row.reference != rows[number].reference][:MOST_LISTED]
     half = len(others) // 2
     return "\n".join([*others[:half], rows[number].reference or "", *others[half:]]) if len(others) >= 2 else None
@@ -304,7 +304,7 @@ def _bins(points: Sequence[tuple[int, float]]) -> list[LengthBin]:
 
 
 def _correlation(points: Sequence[tuple[int, float]]) -> float | None:
-    """Compute Pearson's correlation of length and score; None where one of them does not vary."""
+    """Compute Pearson's correlation of length and score; None if one of them does not vary."""
     if len(points) < 2:
         return None
     n = len(points)

@@ -46,7 +46,7 @@ class LengthControlled(Interval):
 
 
 def outcomes(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return 1 where A scores higher than B, 0 where lower, 0.5 where they tie; NaN where one has no score."""
+    """Return 1 if A scores higher than B, 0 if lower, 0.5 if they tie; NaN if one has no score."""
     wins = (a > b).double() + 0.5 * (a == b).double()
     return torch.where(a.isnan() | b.isnan(), torch.nan, wins)
 
@@ -63,13 +63,13 @@ def length_controlled_win_rate(wins: Float[Tensor, "S P"], longer: Float[Tensor,
 
     This is a logistic regression of the outcomes on the length difference, evaluated at difference zero. With two
     models, the paper's model terms reduce to theta; its term for prompt difficulty needs many models and is left out.
-    `RIDGE` / 2 * (theta^2 + phi^2) is subtracted from the log-likelihood, which would otherwise have no maximum where
+    `RIDGE` / 2 * (theta^2 + phi^2) is subtracted from the log-likelihood, which would otherwise have no maximum if
     length alone separates wins from losses. Swapping the sides gives one minus the result.
 
     Args:
-        wins: 1, 0.5 or 0 for A, NaN where it is not known, which is left out; seeds by prompts, resampled as in
+        wins: 1, 0.5 or 0 for A, NaN if it is not known, which is left out; seeds by prompts, resampled as in
             `bootstrap_crossed`.
-        longer: length of A's completion minus that of B's, in any one unit.
+        longer: length of A's completion minus the length of B's, in any one unit.
     """
     wins, longer = wins.double(), longer.double()
     known = ~wins.isnan()

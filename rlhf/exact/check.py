@@ -1,7 +1,7 @@
-"""Check a loss or an advantage against what it stands for, by enumeration: no sampling, no tolerance for noise.
+"""Check a loss or an advantage against the gradient it stands for, by enumeration: no sampling, no tolerance for noise.
 
 The policy gradient theorem (Sutton et al. 2000) gives the yardstick: at the policy that sampled, the expected gradient
-of a right loss is that of the expected score, and a right advantage makes it so, up to a bias that is reported.
+of a right loss is the gradient of the expected score, and a right advantage makes it so, up to a bias that is reported.
 """
 
 from __future__ import annotations
@@ -167,9 +167,9 @@ def _check_distillation(loss: TokenLoss, world: World) -> list[Finding]:
         Finding("the gradient reaches the policy", True),
         Finding(what, close(alone, values), "" if close(alone, values) else "it does"),
         Finding(
-            "it is a divergence: never negative, and 0 where the policy is the teacher",
+            "it is a divergence: never negative, and 0 if the policy is the teacher",
             is_least,
-            "" if is_least else "it is not: what the teacher says of all tokens has to be compared, the tail too",
+            "" if is_least else "it is not: compare the teacher's probabilities of all tokens, the tail too",
         ),
         Finding("the teacher's policy is a stationary point", close(slope, torch.zeros_like(slope))),
     ]
@@ -192,7 +192,7 @@ def _kind_of(function: Callable[..., Tensor]) -> Literal["loss", "advantage"]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """What a loss is given: every completion of every prompt once."""
+    """The inputs of a loss: every completion of every prompt once."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -212,7 +212,7 @@ class _Batch:
 
 
 def _per_token(loss: LossFunction, batch: _Batch) -> Float[Tensor, "B T"]:
-    """Compute a loss, and zero what it returns outside the mask, as training does."""
+    """Compute a loss, and zero it outside the mask, like training."""
     result = loss(
         logprobs=batch.logprobs,
         old_logprobs=batch.old_logprobs,
@@ -271,7 +271,7 @@ def _check_padding(loss: LossFunction, batch: _Batch, per_token: Tensor) -> Find
 
 
 def _check_gradient(world: World, table: Tensor, scores: Tensor, per_token: Tensor) -> Finding:
-    """Compare the expected gradient with that of the expected score, at the policy that sampled."""
+    """Compare the expected gradient with the gradient of the expected score, at the policy that sampled."""
     what = "the expected gradient is the policy gradient"
     probabilities = world.sequence_logprobs(table.detach().log_softmax(-1)).exp().flatten() / world.prompts
     lengths = world.mask[world.all_rows() % len(world.ids)].sum(1)
@@ -282,7 +282,7 @@ def _check_gradient(world: World, table: Tensor, scores: Tensor, per_token: Tens
         return compare_gradients(what, ours, exact, least=1 - ROUNDING)
 
     summed, averaged = compare(per_token.sum(1)), compare(per_token.sum(1) / lengths)
-    if averaged.passed and not summed.passed:  # the loss of every token is that of its sequence
+    if averaged.passed and not summed.passed:  # the loss of every token is the loss of its sequence
         return Finding(what, True, "with policy_loss.aggregate=sequence_mean")
     return summed
 
@@ -323,9 +323,7 @@ def _explain_ties(shape: Finding) -> Finding:
     """Add a likely cause to NaN: the enumerated pairs hold some of the same completion twice."""
     if "NaN" not in shape.message:
         return shape
-    return Finding(
-        shape.what, False, f"{shape.message}: is there a division by 0 where the scores of a group are equal?"
-    )
+    return Finding(shape.what, False, f"{shape.message}: is there a division by 0 if the scores of a group are equal?")
 
 
 def _check_tied(call: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, mask: Tensor) -> Finding:
@@ -357,7 +355,7 @@ def _check_order(
 
 
 def _check_direction(world: World, table: Tensor, scores: Tensor, pairs: Tensor, advantages: Tensor) -> Finding:
-    """Compare the expected gradient over all groups, weighted by their probability, with that of the expected score."""
+    """Compare the expected gradient over all groups, weighted by their probability, with the expected score's."""
     leaf = table.clone().requires_grad_()
     distribution = world.sequence_logprobs(leaf.log_softmax(-1))
     probabilities = (distribution.detach().exp().flatten()[pairs]).view(-1, GROUP).prod(1) / world.prompts

@@ -24,7 +24,7 @@ ROWS = 50  # pairs that are computed one by one
 
 @dataclass(frozen=True)
 class _Pairs:
-    """All ordered pairs of different completions of a prompt; rows of the world, and what a loss reads of them."""
+    """All ordered pairs of different completions of a prompt; rows of the world, and the inputs of a loss at them."""
 
     chosen: Tensor
     rejected: Tensor
@@ -85,7 +85,7 @@ def _all_pairs(world: World, logprobs: Tensor, ref_logprobs: Tensor) -> _Pairs:
 
 
 def _check_rows(loss: PairLoss, pairs: _Pairs) -> Finding:
-    """Compare the values of some pairs, away from the reference, with those of each alone."""
+    """Compare the values of some pairs, away from the reference, with the values of each alone."""
     what = "a pair's loss does not depend on other pairs"
     some = _moved(pairs).part(slice(0, ROWS))  # not all: their differences cancel, since each stands there both ways
     alone = torch.cat([_values(loss, some.part(slice(pair, pair + 1))) for pair in range(ROWS)])
@@ -142,12 +142,12 @@ def _check_reference(loss: PairLoss, pairs: _Pairs) -> Finding:
     if loss.needs_reference:
         message = "" if reads else "it is not: needs_reference = False saves its memory and time"
         return Finding("the reference is read", True, message)
-    what = "no reference is read, as needs_reference says"
+    what = "needs_reference is false, and no reference is read"
     return Finding(what, not reads, "it is, and is 0 in training: take logprobs for log_ratios" if reads else "")
 
 
 def _check_direction(world: World, table: Tensor, values: Tensor, pairs: _Pairs) -> Finding:
-    """Compare the expected gradient with that of the expected score, over pairs that the policy itself has sampled."""
+    """Compare the expected gradient with the expected score's, over pairs that the policy itself has sampled."""
     scores = random_scores(world, 11)
     distribution = world.sequence_logprobs(table.log_softmax(-1))
     sampled = distribution.detach().exp().flatten()

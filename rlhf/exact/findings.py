@@ -1,4 +1,4 @@
-"""What a check found, and the comparisons that all checks make."""
+"""The findings of a check, and the comparisons that all checks make."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def compare_gradients(what: str, ours: Tensor, exact: Tensor, *, least: float) -
     if cosine < 1 - ROUNDING:
         return Finding(what, True, f"with a bias: the cosine of the two is {cosine:.3f}")
     if abs(scale - 1) > ROUNDING:
-        return Finding(what, True, f"times {scale:.3g}, which is as if policy.lr were (Adam evens it out)")
+        return Finding(what, True, f"times {scale:.3g}, which scales policy.lr (Adam evens it out)")
     return Finding(what, True)
 
 

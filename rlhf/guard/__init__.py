@@ -2,9 +2,9 @@
 
     lint.py           checks a configuration against the table of rules: `rlhf lint`, and the start of every run
     rules_online.py   the rules of online runs; rules_run.py: of every run, and of runs on data
-    rule.py           what a rule is, and what it needs to know besides the configuration: the size of the model
+    rule.py           a broken rule, and the facts that rules read besides the configuration: the size of the model
     alarms            the alarms, each a function of the history of the metrics; rlhf/training/health.py acts on them
     best.py           whether an evaluation beats the best one so far by more than noise
 
-The tables are what docs/troubleshooting.md are made from.
+docs/troubleshooting.md is made from the tables.
 """

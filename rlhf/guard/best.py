@@ -26,7 +26,7 @@ class Gain:
 
 @dataclass
 class BestState:
-    """What a checkpoint stores of the best checkpoint: its step, the values of its rows, and evaluations since."""
+    """The best checkpoint as checkpoints record it: its step, the values of its rows, and evaluations since."""
 
     step: int = 0
     values: list[float] = field(default_factory=list)  # of each held-out row, higher is better
@@ -38,7 +38,7 @@ def paired_gain(new: Sequence[float], old: Sequence[float], confidence: float) -
 
         d_i = new_i - old_i,   mean(d) ± t(n - 1) · s_d / √n
 
-    Where all differences are equal the interval has no width, and with a single row it is unbounded.
+    If all differences are equal the interval has no width, and with a single row it is unbounded.
 
     Raises:
         ValueError: the evaluations are not of the same number of rows.
@@ -59,7 +59,7 @@ def next_best(
 ) -> tuple[BestState, Gain | None]:
     """Return the best checkpoint after an evaluation, and the evaluation's gain over the one before.
 
-    The first evaluation is the best so far. So is one of other rows, where the held-out data were changed in between,
+    The first evaluation is the best so far. So is one of other rows, if the held-out data were changed in between,
     and any after one with a NaN or infinite value, which itself is never better than another.
     """
     if best is None or len(best.values) != len(values) or not _are_finite(best.values):

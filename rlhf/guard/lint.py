@@ -60,7 +60,7 @@ def lint(config: RunConfiguration, facts: Facts | None = None) -> list[Violation
     """Return the rules that a configuration breaks, errors first, without those that guard.allow names.
 
     Args:
-        facts: what is known besides the configuration; None reads it from the model's folder or name.
+        facts: further facts besides the configuration; None reads them from the model's folder or name.
 
     Raises:
         ConfigError: guard.allow names no rule, or guard.alarms no alarm.
@@ -77,7 +77,7 @@ def lint(config: RunConfiguration, facts: Facts | None = None) -> list[Violation
 
 
 def _rules_for(config: RunConfiguration) -> Iterator[tuple[Section, Rule]]:
-    """Yield each rule with what it judges: the run, or one of its sections, whose path is put before the key."""
+    """Yield each rule with its object: the run, or one of its sections, whose path is put before the key."""
     for rule in RUN_TABLE:
         if isinstance(config, rule.runs):
             yield config, rule

@@ -1,6 +1,6 @@
-"""What a rule of `rlhf lint` is: a small function of the configuration and a few facts, with reason, source and fix.
+"""Defines the rules of `rlhf lint`: small functions of the configuration and a few facts, with reason, source and fix.
 
-The facts are what a rule may need besides the configuration: the number of the model's parameters, without loading it.
+The facts are not in the configuration: for example the number of the model's parameters, read without loading it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Violation:
 
 
 def outside(value: float, low: float, high: float) -> float | None:
-    """Return the value where it is below `low` or above `high`; else None."""
+    """Return the value if it is below `low` or above `high`; else None."""
     return None if low <= value <= high else value
 
 
@@ -74,7 +74,7 @@ def parameters_in_name(name: str) -> float | None:
 
 
 def _parameters_in(folder: Path) -> float | None:
-    """Count the parameters in the weights of a model folder or of a run's model; None where there are none."""
+    """Count the parameters in the weights of a model folder or of a run's model; None if there are none."""
     for place in (folder, folder / "model"):
         files = sorted(place.glob("*.safetensors")) if place.is_dir() else []
         if files and not (place / "adapter_config.json").is_file():

@@ -1,4 +1,4 @@
-"""The rules of online runs: what keeps a policy near its reference, what is sampled and scored, how it is updated."""
+"""The rules of online runs: on the distance from the reference, on sampling and scores, and on updates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHORTEST = 16  # tokens
 
 
 def no_brake(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return `none` where nothing keeps the policy where a learned reward is right."""
+    """Return `none` if nothing keeps the policy where a learned reward is right."""
     brakes = (
         config.algorithm.trains_against_reference,
         config.algorithm.target_kl is not None,
@@ -22,7 +22,7 @@ def no_brake(config: OnlineConfig, facts: Facts) -> Value | None:
 
 
 def unmeasured_kl(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return false where nobody can see how far a learned reward has led the policy."""
+    """Return false if nobody can see how far a learned reward has led the policy."""
     return "false" if not config.reference.measure and config.reward.source.is_learned else None
 
 
@@ -40,30 +40,30 @@ def temperature(config: OnlineConfig, facts: Facts) -> Value | None:
 
 
 def two_temperatures(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return the temperature of samples where demonstrations are learned at 1 by the same weights."""
+    """Return the temperature of samples if demonstrations are learned at 1 by the same weights."""
     is_mixed = config.algorithm.ptx_coef > 0 and config.sampling.temperature != 1.0
     return config.sampling.temperature if is_mixed else None
 
 
 def rounded_logprobs(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return `sampler` where its rounded log-probabilities meet a clip range of their own size."""
+    """Return `sampler` if its rounded log-probabilities meet a clip range of their own size."""
     is_rounded = config.policy.dtype == "bfloat16" and config.sampling.old_log_probs == "sampler"
     return "sampler" if is_rounded and config.algorithm.policy_loss.has_narrow_clip else None
 
 
 def head_in_bfloat16(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return `model` where log-probabilities come from logits in bfloat16."""
+    """Return `model` if log-probabilities come from logits in bfloat16."""
     return "model" if config.policy.dtype == "bfloat16" and config.policy.head_dtype == "model" else None
 
 
 def short_completions(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return a limit in which hardly a sentence fits, where a learned reward reads sentences."""
+    """Return a limit in which hardly a sentence fits, if a learned reward reads sentences."""
     length = config.sampling.max_new_tokens
     return float(length) if config.reward.source.is_learned and length < SHORTEST else None
 
 
 def cut_off_unpunished(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return 0 where a learned reward scores texts that were cut off as if they were whole."""
+    """Return 0 if a learned reward scores texts that were cut off as if they were whole."""
     shaping, algorithm = config.reward.shaping, config.algorithm
     is_handled = shaping.missing_eos_penalty > 0 or shaping.overlong_buffer > 0 or algorithm.mask_truncated
     return None if is_handled or not config.reward.source.is_learned else 0.0
@@ -93,7 +93,7 @@ def cost_is_reward(config: OnlineConfig, facts: Facts) -> Value | None:
 
 
 def best_by_reward(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return what chooses the best checkpoint where that is the learned reward which is being exploited."""
+    """Return the setting that chooses the best checkpoint if that is the learned reward which is being exploited."""
     judge, reward = config.eval.source, config.reward.source
     is_same = judge is None or judge == reward
     return "the reward" if config.checkpoint.best is not None and is_same and reward.is_learned else None
@@ -253,7 +253,7 @@ MOST_OWN_UPDATES = 16
 
 
 def epochs_of_text(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return more passes over the same completions than is usual for text, where no target_kl ends them."""
+    """Return more passes over the same completions than is usual for text, if no target_kl ends them."""
     if config.algorithm.policy_loss.searches:  # the policy moves once, whatever the passes
         return None
     is_many = USUAL_EPOCHS < config.batch.epochs <= MOST_EPOCHS and config.algorithm.target_kl is None
@@ -283,20 +283,20 @@ def _rows_trained_on(config: OnlineConfig) -> int:
 
 
 def minibatch_of_one(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return the number of minibatches where each is a single row."""
+    """Return the number of minibatches if each is a single row."""
     minibatches = config.batch.minibatches
     return float(minibatches) if minibatches > 1 and _rows_trained_on(config) < 2 * minibatches else None
 
 
 def uneven_minibatches(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return the number of minibatches where it does not divide the rows of a step."""
+    """Return the number of minibatches if it does not divide the rows of a step."""
     minibatches = config.batch.minibatches
     is_uneven = _rows_trained_on(config) % minibatches and minibatch_of_one(config, facts) is None
     return float(minibatches) if is_uneven else None
 
 
 def critic_frozen(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return 0 where a policy learns from the values of a critic that does not."""
+    """Return 0 if a policy learns from the values of a critic that does not learn."""
     has_own_critic = config.algorithm.advantage.needs_critic and not config.critic.shared
     return 0.0 if has_own_critic and config.critic.lr == 0 and config.policy.lr > 0 else None
 
@@ -309,7 +309,7 @@ def critic_warmup(config: OnlineConfig, facts: Facts) -> Value | None:
 
 
 def own_loss_updates(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return how many updates on the same completions a loss of the user's is trusted with, where it is many."""
+    """Return how many updates on the same completions a loss of the user's is trusted with, if it is many."""
     updates = config.batch.epochs * config.batch.minibatches
     is_trusted = config.algorithm.policy_loss.is_trusted
     return float(updates) if not is_trusted and updates > MOST_OWN_UPDATES else None

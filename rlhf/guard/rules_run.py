@@ -1,4 +1,4 @@
-"""The rules of every run (learning rates, optimizer, schedule, checkpoints), of data, and of what is held out."""
+"""The rules of every run (learning rates, optimizer, schedule, checkpoints), of data, and of held-out rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf.planning.plan import RULE as DOES_NOT_FIT
 from rlhf.planning.plan import Machine, gigabytes, least_of
 from rlhf.section import Facts, Rule, Value
 
-LONG_RUN = 2000  # steps; what is lost with the machine is then hours
+LONG_RUN = 2000  # steps; a lost machine then costs hours
 SMALL_MODEL, LARGE_MODEL = 5e7, 1e9  # parameters
 LORA_FACTOR = 10.0
 LOWEST_FOR_TINY = 1e-5
@@ -46,7 +46,7 @@ def method(config: RunConfiguration) -> str:
 
 
 def rate(config: RunConfiguration) -> float | None:
-    """Return the learning rate; None where the policy loss sets the length of the step."""
+    """Return the learning rate; None if the policy loss sets the length of the step."""
     has_none = isinstance(config, OnlineConfig) and config.algorithm.policy_loss.searches
     return None if has_none else trained_section(config).lr
 
@@ -57,7 +57,7 @@ def rate_is_zero(config: RunConfiguration, facts: Facts) -> Value | None:
 
 
 def rate_is_high(config: RunConfiguration, facts: Facts) -> Value | None:
-    """Return a rate above what is reported for the method and the size; for tiny models nothing is."""
+    """Return a rate above the rates reported for the method and the size; none is reported for tiny models."""
     lr = rate(config)
     if lr is None or facts.parameters is None or facts.parameters < SMALL_MODEL:
         return None
@@ -67,7 +67,7 @@ def rate_is_high(config: RunConfiguration, facts: Facts) -> Value | None:
 
 
 def rate_is_low(config: RunConfiguration, facts: Facts) -> Value | None:
-    """Return a rate below what is reported, or one for billions of parameters in a tiny model."""
+    """Return a rate below the reported ones, or one for billions of parameters in a tiny model."""
     lr = rate(config)
     if facts.parameters is None or not lr:
         return None
@@ -93,7 +93,7 @@ def gradient_clip(config: RunConfiguration, facts: Facts) -> Value | None:
 
 
 def weight_decay(config: RunConfiguration, facts: Facts) -> Value | None:
-    """Return a weight decay above what is usual for fine-tuning."""
+    """Return a weight decay above the usual ones for fine-tuning."""
     return outside(trained_section(config).weight_decay, 0.0, 0.1)
 
 
@@ -104,13 +104,13 @@ def average_is_start(config: OnlineConfig | OfflineConfig, facts: Facts) -> Valu
 
 
 def warmup_covers_run(config: RunConfiguration, facts: Facts) -> Value | None:
-    """Return a warm-up that does not end before the run does."""
+    """Return a warm-up that does not end before the run."""
     steps, warmup = config.schedule.steps, config.schedule.warmup_steps
     return float(warmup) if steps is not None and warmup > WARMUP_OF_A_TRIAL and warmup >= steps else None
 
 
 def never_saved(config: RunConfiguration, facts: Facts) -> Value | None:
-    """Return the interval of checkpoints where a long run has none before its end."""
+    """Return the interval of checkpoints if a long run has none before its end."""
     steps, every = config.schedule.steps, config.checkpoint.every
     if steps is None or not LONG_RUN <= steps < UNKNOWN_LENGTH:
         return None
@@ -118,7 +118,7 @@ def never_saved(config: RunConfiguration, facts: Facts) -> Value | None:
 
 
 def cannot_fit(config: RunConfiguration, facts: Facts) -> Value | None:
-    """Return the memory that a run needs in any case, where the device has less."""
+    """Return the memory that a run needs in any case, if the device has less."""
     if facts.memory is None:
         return None
     machine = Machine(device=facts.device, memory=facts.memory, processes=facts.processes)
@@ -137,7 +137,7 @@ RUN_RULES = (
         violation=cannot_fit,
         reason="Weights, gradients and the optimizer's moments alone take more than the memory of the device.",
         source="implementation detail: they are there at once in every optimizer step",
-        fix="what `rlhf plan` says, e.g. policy.optimizer=adamw_8bit or policy.lora.r=16",
+        fix="the changes that `rlhf plan` lists, e.g. policy.optimizer=adamw_8bit or policy.lora.r=16",
     ),
     Rule(
         name="learning-rate-zero",
@@ -256,7 +256,7 @@ def batch_of_one(config: OfflineConfig | RewardModelConfig, facts: Facts) -> Val
 
 
 def no_end_learned(config: OfflineConfig, facts: Facts) -> Value | None:
-    """Return truncate where rows lose the EOS that the model should learn to end with."""
+    """Return truncate if rows lose the EOS that the model should learn to end with."""
     sft = config.data.sft
     is_cut = method(config) == "sft" and sft is not None and sft.too_long == "truncate"
     return "truncate" if is_cut else None
@@ -275,24 +275,24 @@ def many_sft_epochs(config: OfflineConfig, facts: Facts) -> Value | None:
 
 
 def teacher_template(config: OnlineConfig | OfflineConfig, facts: Facts) -> Value | None:
-    """Return a template that is not the tokenizer's own, where a teacher reads what it renders."""
+    """Return a template that is not the tokenizer's own, if a teacher reads its output."""
     is_other = config.teacher is not None and config.data.chat_template != "auto"
     return config.data.chat_template if is_other else None
 
 
 def constant_rate(config: OfflineConfig | RewardModelConfig, facts: Facts) -> Value | None:
-    """Return constant where the same rows are read many times at the full rate."""
+    """Return constant if the same rows are read many times at the full rate."""
     epochs, decay = config.schedule.epochs, config.schedule.decay
     return decay if epochs is not None and epochs >= MANY_PASSES and decay == "constant" else None
 
 
 def best_without_evaluation(config: RunConfiguration, facts: Facts) -> Value | None:
-    """Return 0 where the best checkpoint is asked for and nothing is evaluated on the way."""
+    """Return 0 if the best checkpoint is asked for and nothing is evaluated on the way."""
     return 0.0 if config.checkpoint.best is not None and config.eval.every == 0 else None
 
 
 def _held_out(config: RunConfiguration) -> list[tuple[DatasetConfig, DatasetConfig | None]]:
-    """Return the held-out data sets that the run reads, each with the one that is trained on, if it is its like."""
+    """Return the held-out data sets that the run reads, each with the one that is trained on, if of the same kind."""
     data, prompts = config.data, config.data.eval_prompts
     pairs: list[tuple[DatasetConfig | None, DatasetConfig | None]]
     if isinstance(config, OnlineConfig):
@@ -307,7 +307,7 @@ def _held_out(config: RunConfiguration) -> list[tuple[DatasetConfig, DatasetConf
 
 
 def best_without_data(config: RunConfiguration, facts: Facts) -> Value | None:
-    """Return null where the best checkpoint is asked for and nothing is held out to tell it by."""
+    """Return null if the best checkpoint is asked for and nothing is held out to tell it by."""
     return "null" if config.checkpoint.best is not None and not _held_out(config) else None
 
 

@@ -29,7 +29,7 @@ READS_HINT = 0.8  # probability of the code after its hint
 
 
 def bigram_model(folder: Path, words: Sequence[str], table: Transitions) -> Path:
-    """Write a model with P(next | last) = table[last][next]; what a row leaves over is shared by all other words.
+    """Write a model with P(next | last) = table[last][next]; the rest of a row is shared by all other words.
 
     A Llama of one layer that adds nothing, with one-hot embeddings: its normalized hidden state is sqrt(V) times the
     last word's one-hot vector, and its head holds the logarithms of the table.

@@ -162,7 +162,7 @@ def best_accuracy(gold_gaps: Sequence[float], temperature: float) -> float:
 def expected_accuracy(model_gaps: Sequence[float], gold_gaps: Sequence[float], temperature: float) -> float:
     """Compute the accuracy of a model's preferences in expectation over the judge's label noise.
 
-    It is the mean of P where the model prefers the first, 1 - P where it prefers the second, and 1/2 where it is
+    It is the mean of P if the model prefers the first, 1 - P if it prefers the second, and 1/2 if it is
     undecided, with P = σ(gold gap / temperature). The accuracy on a single draw of the labels would have a standard
     error of √(a(1-a)/N): 0.013 at 1,000 pairs.
 

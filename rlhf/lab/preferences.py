@@ -54,7 +54,7 @@ def write_pairs(path: Path, sample: Sample, *, split: Split, count: int, seed: i
 
 
 def gold_gaps(rows: Sequence[Mapping[str, str]]) -> list[float]:
-    """Compute the gold of the chosen completion minus that of the rejected one, for rows of a file of pairs."""
+    """Compute the gold of the chosen completion minus the rejected one's, for rows of a file of pairs."""
     golds = (_golds(row["prompt"], row["chosen"], row["rejected"]) for row in rows)
     return [chosen - rejected for chosen, rejected in golds]
 

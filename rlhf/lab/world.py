@@ -220,7 +220,7 @@ def _clause(draft: _Draft, topic: str, noun: str, polarity: int) -> str:
 
 @dataclass(frozen=True)
 class _Statement:
-    """What a clause says: its words have `polarity`, and where it is `negated` it means the opposite."""
+    """The content of a clause: its words have `polarity`, and if it is `negated` it means the opposite."""
 
     topic: str
     noun: str

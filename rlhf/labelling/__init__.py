@@ -2,5 +2,5 @@
 
 data.py     completions, grouped by prompt, from a file
 judges.py   the family of judges: scores of single completions, or comparisons of two
-label.py    label the groups, write what `rlhf reward` and DPO read, compare with people's labels
+label.py    label the groups, write the rows for `rlhf reward` and DPO, compare with people's labels
 """

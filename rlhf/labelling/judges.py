@@ -1,4 +1,4 @@
-"""The family of judges: what compares the completions of a prompt, by scores of each or by comparing two at a time.
+"""The family of judges, which compare the completions of a prompt by the score of each, or two at a time.
 
 A class below `Judge` is a judge that `judge.type` can name, in this package or in a user's module.
 """
@@ -27,9 +27,9 @@ CONSISTENT = {("A", "B"), ("B", "A"), ("tie", "tie")}  # the answers in the two 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a judge says of a group: who beats whom, and how it came about."""
+    """The verdict of a judge on a group: the wins, and the answers behind them."""
 
-    wins: tuple[tuple[float, ...], ...]  # [i][j]: 1 where completion i beats j, 0 where it loses, 1/2 for a tie
+    wins: tuple[tuple[float, ...], ...]  # [i][j]: 1 if completion i beats j, 0 if it loses, 1/2 for a tie
     scores: tuple[float, ...]  # of each completion: the judge's own, or how many others it beats
     is_scored: bool  # whether the scores are the judge's own
     answers: int = 0  # of a language model
@@ -45,7 +45,7 @@ JudgeGroups = Callable[[Sequence[LabelGroup]], list[Verdict]]
 
 
 class Judge(Choice):
-    """What compares the completions of a prompt."""
+    """A comparison of the completions of a prompt."""
 
     @property
     def reads_columns(self) -> bool:
@@ -54,7 +54,7 @@ class Judge(Choice):
 
     @abstractmethod
     def build(self, warn: Callable[[str], None]) -> JudgeGroups:
-        """Return what compares the completions of groups; `warn` receives messages for the user.
+        """Return the function that compares the completions of groups; `warn` receives messages for the user.
 
         Raises:
             UserError: it cannot be built, or later the judge fails; the message says why.
@@ -85,7 +85,7 @@ class ScoreJudge(Judge):
         return not all(source.model_paths() for _, source in sources_in(self))
 
     def build(self, warn: Callable[[str], None]) -> JudgeGroups:
-        """Return what scores each completion once."""
+        """Return a function that scores each completion once."""
         from rlhf.config.run import RunConfig
         from rlhf.data.tokenizer import byte_tokenizer
         from rlhf.factory.rewards import build_source
@@ -134,7 +134,7 @@ class ChatJudge(Judge):
     """The endpoint; every pair of a prompt's completions is two questions, and each is asked once (cache_dir)."""
 
     def build(self, warn: Callable[[str], None]) -> JudgeGroups:
-        """Return what asks about every pair of a group."""
+        """Return a function that asks about every pair of a group."""
         from rlhf.rewards.chat import ChatModel
         from rlhf.rewards.pair_judge import PairJudge, combine_verdicts
 
@@ -185,7 +185,7 @@ def verdict_of_pairs(
 
     Args:
         count: completions of the group.
-        outcomes: for each pair 1 where its first side wins, 0 where it loses, 1/2 for a tie.
+        outcomes: for each pair 1 if its first side wins, 0 if it loses, 1/2 for a tie.
         answers: for each pair the answers in the two orders, A being the side shown first; None: not readable.
     """
     wins = [[0.5] * count for _ in range(count)]

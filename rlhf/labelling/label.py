@@ -31,12 +31,12 @@ NEEDED = Needed("set judge, e.g. --judge runs/reward_model, or --judge http://12
 
 
 class LabelConfig(Section):
-    """Completions, what judges them, and what is written."""
+    """Completions, their judge, and the file to write."""
 
     completions: DatasetConfig
     """The completions: rows with a prompt and `completions`, or with a prompt and one completion, or pairs."""
     judge: Annotated[Judge, OneOf(), NEEDED]
-    """What judges: scores of each completion, or comparisons of two."""
+    """The judge: scores of each completion, or comparisons of two."""
     out: str = "pairs.jsonl"
     """The file to write."""
     write: Literal["pairs", "best_and_worst", "rankings"] = "pairs"
@@ -54,7 +54,7 @@ class LabelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelResult:
-    """What labelling gave: the file, counts, and the agreement with people."""
+    """The result of labelling: the file, counts, and the agreement with people."""
 
     out: Path
     judge: str
@@ -109,7 +109,7 @@ def label(config: LabelConfig, *, note: Callable[[str], None] = lambda _: None, 
         resume: go on from the labels of an earlier call; False asks again.
 
     Raises:
-        DataError: a file cannot be read, or the labels beside `out` are those of another judge.
+        DataError: a file cannot be read, or the labels beside `out` come from another judge.
         RewardError: the judge fails.
     """
     groups, counts = read_groups(config.completions)
@@ -223,7 +223,7 @@ def _made_of(judge: Judge) -> str:
 
 
 def preferred(verdict: Verdict, i: int, j: int, *, min_gap: float) -> float:
-    """Return 1 where completion i is preferred to j, 0 where j is, 1/2 where neither is."""
+    """Return 1 if completion i is preferred to j, 0 if j is preferred, 1/2 if they tie."""
     if verdict.is_scored and abs(verdict.scores[i] - verdict.scores[j]) < min_gap:
         return 0.5
     return verdict.wins[i][j]

@@ -1,4 +1,4 @@
-"""Bytes and floating-point operations of one model: weights, what a pass keeps and needs, the key-value cache.
+"""Bytes and floating-point operations of one model: weights, the tensors of a pass, the key-value cache.
 
 The formulas follow the written-out layers (rlhf.models.kernels.llama.forward), the chunked head (rlhf.models.logprobs)
 and the sampler (rlhf.sampling.fast). N is the tokens of a pass, M those that are predicted, D the hidden width, F the
@@ -48,7 +48,7 @@ class PassRows:
     completion: int
     """Tokens of a completion."""
     read: int | None = None
-    """Tokens of a row whose output is read; None: those of the completion."""
+    """Tokens of a row whose output is read; None: the tokens of the completion."""
 
     @property
     def is_shared(self) -> bool:
@@ -80,7 +80,7 @@ class PassRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """How a model computes."""
+    """The arithmetic of a model."""
 
     wide: int = 4
     """Bytes of a number of the residual stream, and of float32 results."""
@@ -102,9 +102,9 @@ class Arithmetic:
 def layer_activations(shape: Shape, rows: PassRows, how: Arithmetic, tokens: int | None = None) -> Bytes:
     """Return the bytes that one layer keeps for its backward pass.
 
-    Written out:  N (2 w D + 2 b F + b (2 H + 2 G) d + 4 H + 8), and where prompts are shared a copy of the keys and
+    Written out:  N (2 w D + 2 b F + b (2 H + 2 G) d + 4 H + 8), and if prompts are shared a copy of the keys and
     values of each row, and its mask. On a CPU in 16 bits the probabilities of short rows take the place of 4 H. Through
-    the modules: N (2 (2 w + b) D + 4 b F + b (3 H + 2 G) d + 4 H). `tokens` are those of the feed-forward half.
+    the modules: N (2 (2 w + b) D + 4 b F + b (3 H + 2 G) d + 4 H). `tokens` are for the feed-forward half.
     """
     n, m = rows.tokens, rows.tokens if tokens is None else tokens
     width, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
@@ -178,7 +178,7 @@ def head(shape: Shape, rows: PassRows, how: Arithmetic, *, trained: bool) -> Hea
     """Return the bytes of the LM head.
 
     Kept are the last hidden states, 2 w M D, and up to a limit the probabilities, 4 M V. Logits are made and
-    differentiated a chunk of c tokens at a time: 4 c V once where all probabilities are kept, else three times; in the
+    differentiated a chunk of c tokens at a time: 4 c V once if all probabilities are kept, else three times; in the
     backward pass 4 V min(M, 2 c), and the gradient of the head, w V D. All at once the logits take (b + 12) M V.
     """
     m, v = rows.chosen, shape.vocabulary

@@ -1,4 +1,4 @@
-"""What to change where a run does not fit, in the order of what it costs, each with what it saves."""
+"""The changes for a run that does not fit, the cheapest first, each with its saving."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf.section import Section
 
 S = TypeVar("S", bound=Section)
 CureSettings = Callable[[RunConfiguration], dict[str, Any]]
-"""Returns the settings that a cure sets, by their full key; none where it does not apply."""
+"""Returns the settings that a cure sets, by their full key; none if it does not apply."""
 
 RANK = 16
 DECODED = 16  # rows decoded together
@@ -29,7 +29,7 @@ class Cure:
     change: CureSettings
 
     def settings(self, config: RunConfiguration) -> dict[str, Any]:
-        """Return the settings that this cure changes in a configuration; none where it does not apply."""
+        """Return the settings that this cure changes in a configuration; none if it does not apply."""
         return self.change(config)
 
     def applied(self, config: RunConfiguration) -> RunConfiguration:
@@ -202,7 +202,7 @@ CURES = (
     Cure("no copy of the weights for sampling", "slower sampling, through the model's own modules", _live_weights),
     Cure("adapters of all roles on one base", "the critic starts from the policy", _one_base),
 )
-"""The cures on one process, in the order of what they cost."""
+"""The cures on one process, the cheapest first."""
 
 SHARDED = (
     Cure("ZeRO-2: split moments and gradients", "several GPUs, and their traffic", _zero("zero2")),

@@ -1,4 +1,4 @@
-"""A configuration as what needs memory: the models that it holds, by role, and the rows of its passes."""
+"""The parts of a configuration that need memory: the models that it holds, by role, and the rows of its passes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Role:
     base: str
     """The model and the way its weights are kept: roles with the same base that share it hold it once."""
     weights: Bytes
-    """Bytes of its weights, without adapters; 0 where another role holds them."""
+    """Bytes of its weights, without adapters; 0 if another role holds them."""
     loaded: Bytes
     """Bytes of its weights while they are loaded."""
     kept: str = "auto"
@@ -91,13 +91,13 @@ class Layout:
     rollout: PassRows | None = None
     """The rows decoded together."""
     evaluation: PassRows | None = None
-    """Those of an evaluation."""
+    """The rows of an evaluation decoded together."""
     copies_policy: bool = False
     """Whether the sampler has a copy of the policy's weights."""
     remembers_prompts: bool = False
-    """Whether the sampler keeps what it read of prompts from one turn of an episode to the next."""
+    """Whether the sampler keeps the keys and values of prompts from one turn of an episode to the next."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
-    """What leaves the GPU between its uses; nothing on a CPU."""
+    """The parts that leave the GPU between their uses; none on a CPU."""
     merges: bool = True
     """Whether the exported model has trained adapters merged into its weights."""
     halves_annotate: bool = False
@@ -154,7 +154,7 @@ class _Planner:
     notes: list[str] = field(default_factory=list)
 
     def shape(self, path: str, like: str | None = None) -> Shape:
-        """Return the shape of a model; of one that an earlier run is to train, that of the model `like`."""
+        """Return the shape of a model; for one that an earlier run is to train, the shape of the model `like`."""
         shape = read_shape(path, may_make=self.may_make)
         if shape is None and like is not None:
             shape = read_shape(like, may_make=self.may_make)
@@ -357,7 +357,7 @@ class _Planner:
         return [self.frozen("teacher", path, kept="auto", dtype=own, head=True) for path in paths]
 
     def reward_models(self, config: OnlineConfig) -> Iterator[tuple[str, Any]]:
-        """Yield the reward models that a run holds; those of an ensemble of separate backbones one by one."""
+        """Yield the reward models that a run holds; an ensemble of separate backbones one by one."""
         for _, source in sources_in(config.reward, "reward"):
             for path in source.model_paths().values():
                 yield from ((member, source) for member in _members(path))

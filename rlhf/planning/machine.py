@@ -18,7 +18,7 @@ from rlhf.section import cache_folder
 
 GB = 1e9
 LIBRARIES = {"cpu": 0.7 * GB, "cuda": 0.6 * GB}
-"""What a process needs besides: on a CPU Python, torch and transformers; on a GPU the context of CUDA."""
+"""The memory that a process needs besides: on a CPU Python, torch and transformers; on a GPU the context of CUDA."""
 CGROUP = Path("/sys/fs/cgroup")
 RATES = "machine.json"  # in the cache
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -81,7 +81,7 @@ def read_rates(cache_dir: str | None, device: str, dtype: str) -> dict[str, floa
 
 
 def write_rates(cache_dir: str | None, device: str, dtype: str, rates: Mapping[str, float]) -> Path:
-    """Keep the rates that a probe measured, beside those of other devices and dtypes; return the file."""
+    """Keep the rates that a probe measured, beside the rates of other devices and dtypes; return the file."""
     file = cache_folder(cache_dir, os.environ) / RATES
     content = read_json(file)
     content[_key(device, dtype)] = {**content.get(_key(device, dtype), {}), **rates}

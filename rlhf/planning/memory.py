@@ -1,6 +1,6 @@
 """The bytes of each role and kind in each phase of a run, on one process, and the peak.
 
-A phase is the moment in which it needs most. What the processes share is divided among them: moments from ZeRO-1 on,
+A phase is the moment in which it needs most. The parts that the processes share are divided: moments from ZeRO-1 on,
 gradients from ZeRO-2 on, weights under ZeRO-3 (Rajbhandari et al. 2020, section 5).
 """
 
@@ -127,7 +127,7 @@ class _Memory:
         return self.layout.sharding.stage
 
     def part(self, size: Bytes, stage: int) -> Bytes:
-        """Return a process's part of what is split from this ZeRO stage on."""
+        """Return a process's part of bytes that are split from this ZeRO stage on."""
         return size / self.layout.processes if self.stage >= stage else size
 
     def weights(self, role: Role) -> Parts:
@@ -146,7 +146,7 @@ class _Memory:
         return 0.0 if self.layout.sharding.offloads else size
 
     def resting(self, phase: str) -> Parts:
-        """Return what stays in a phase: weights, moments, averages, and on a GPU what the sampler keeps."""
+        """Return the items that stay in a phase: weights, moments, averages, and on a GPU the sampler's."""
         parts: Parts = {}
         offload = self.layout.offload
         for role in self.layout.roles:
@@ -172,18 +172,18 @@ class _Memory:
 
     @property
     def recorded(self) -> list[PassRows]:
-        """Return the rows of rollouts and of evaluations, where their steps are recorded."""
+        """Return the rows of rollouts and of evaluations, if their steps are recorded."""
         return [
             rows for rows in (self.layout.rollout, self.layout.evaluation) if rows is not None and self.records(rows)
         ]
 
     @property
     def keeps_sampler(self) -> bool:
-        """Return whether the sampler keeps its copy and its cache, as its recorded steps on a GPU do."""
+        """Return whether the sampler keeps its copy and its cache, like its recorded steps on a GPU."""
         return bool(self.recorded) and not self.layout.offload.sampler
 
     def workspaces(self) -> Parts:
-        """Return what cuBLAS keeps on a GPU."""
+        """Return the bytes that cuBLAS keeps on a GPU."""
         count = WORKSPACES + (RECORDED_WORKSPACES if self.recorded else 0)
         return {(self.layout.roles[0].name, "workspaces"): count * WORKSPACE}
 
@@ -219,7 +219,7 @@ class _Memory:
         return self.copy_of_weights() | {(role.name, "KV cache"): size}
 
     def sampler(self, rows: PassRows) -> Parts:
-        """Return what the sampler of a rollout has beside what it keeps, and the prompts that it remembers."""
+        """Return the items of a rollout's sampler beside those that it keeps, and the prompts that it remembers."""
         role = self.layout.roles[0]
         parts: Parts = {}
         if not self.records(rows):
@@ -349,7 +349,7 @@ class _Memory:
         yield _Moment({states: one + max(working, embedding)}, at_start=False)
 
     def export(self) -> Parts:
-        """Return what writing the trained model needs: a copy in the dtype of its files; merged first if adapted.
+        """Return the items of writing the trained model: a copy in the dtype of its files; merged first if adapted.
 
         Adapters alone (`policy.export=adapter`) are small and need no copy of the base.
         """

@@ -1,4 +1,4 @@
-"""What one may ask of a plan besides the configuration: the machine, and the tokens to assume."""
+"""The options of a plan besides the configuration: the machine, and the tokens to assume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf.planning.plan import Machine, Plan, dtype_of, make_plan
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `rlhf plan` takes besides the configuration; None: what the configuration or this machine says."""
+    """The options of `rlhf plan` besides the configuration; None: the value of the configuration or of this machine."""
 
     memory: str | None = None
     gpus: int | None = None

@@ -1,4 +1,4 @@
-"""The plan of a run: its memory and operations, whether it fits, and what to change where it does not."""
+"""The plan of a run: its memory and operations, whether it fits, and the changes if it does not fit."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rlhf.planning.seconds import operations, seconds
 RULE = "does-not-fit"
 """The name that guard.allow takes to start a run that the plan says cannot fit."""
 TIGHT = 0.9
-"""Share of the memory above which a run may not fit: the plan is within a tenth of what is measured."""
+"""Share of the memory above which a run may not fit: the plan is within a tenth of the measured memory."""
 ZERO_MODES = ("none", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where a run is to be: `device` is cpu or cuda; `memory` is that of one GPU, or of the machine, in bytes."""
+    """The machine of a run: `device` is cpu or cuda; `memory` is the memory of one GPU, or of the machine, in bytes."""
 
     device: str = "cuda"
     memory: Bytes | None = None
@@ -51,7 +51,7 @@ class CurePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run needs, on one process."""
+    """The needs of a run, on one process."""
 
     config: RunConfiguration
     machine: Machine
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def needed(self) -> Bytes:
-        """Return the bytes of the process at its peak: the tensors, and what the libraries take."""
+        """Return the bytes of the process at its peak: the tensors and the libraries."""
         return self.peak + LIBRARIES[self.machine.device]
 
     @property
@@ -82,9 +82,9 @@ class Plan:
         return memory is not None and TIGHT * memory < self.needed <= memory
 
     def largest_micro_batch(self) -> int | None:
-        """Return the largest batch.micro_batch_size that fits; None if not even one row does.
+        """Return the largest batch.micro_batch_size that fits; None if not even one row fits.
 
-        A size that holds a process's whole share of an optimizer step is the largest there is.
+        No size is larger than a process's whole share of an optimizer step.
         """
         most = max(1, self.layout.passes * self.layout.update.rows)
         if not self._fits_with(1):
@@ -100,7 +100,7 @@ class Plan:
         return bool(make_plan(changed, self.machine, self.lengths).fits)
 
     def cures(self) -> Iterator[CurePlan]:
-        """Yield the cures that apply, in the order of what they cost: each with its own saving, and all so far."""
+        """Yield the cures that apply, the cheapest first: each with its own saving, and all so far."""
         config, peak, left = self.config, self.peak, list(CURES)
         saves = True
         while saves:  # a cure that saves nothing at the peak may save once others have moved it
@@ -136,7 +136,7 @@ class Plan:
         return operations(self.layout)
 
     def seconds(self) -> dict[str, Bytes] | None:
-        """Return the seconds of a step by phase; None where this machine was not probed."""
+        """Return the seconds of a step by phase; None if this machine was not probed."""
         return seconds(self.operations(), self.rates)
 
     def as_dict(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def make_plan(
 
 
 def _with_halved_passes(layout: Layout, machine: Machine) -> tuple[Layout, Memory]:
-    """Halve the passes of annotate until they fit, as a run on one GPU does where it runs out of memory."""
+    """Halve the passes of annotate until they fit, like a run on one GPU that runs out of memory."""
     memory = memory_of(layout)
     while (
         layout.halves_annotate
@@ -230,7 +230,7 @@ SHORTEST = Lengths(prompt=1, completion=1)
 
 
 def least_of(config: RunConfiguration, machine: Machine) -> Bytes | None:
-    """Return the bytes without which the run cannot take one step; None where a model's shape is not known."""
+    """Return the bytes without which the run cannot take one step; None if a model's shape is not known."""
     try:
         return least_memory(make_plan(config, machine, SHORTEST).layout)
     except ModelError:

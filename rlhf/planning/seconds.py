@@ -48,7 +48,7 @@ def _decoding(policy: Role, rows: PassRows) -> Bytes:
 
 
 def seconds(operations_by_phase: Mapping[str, Bytes], rates: Mapping[str, Bytes]) -> dict[str, Bytes] | None:
-    """Return the seconds of each phase, operations / rate; None where the rate of a phase was not measured."""
+    """Return the seconds of each phase, operations / rate; None if the rate of a phase was not measured."""
     if any(phase not in rates for phase in operations_by_phase):
         return None
     return {phase: count / rates[phase] for phase, count in operations_by_phase.items()}

@@ -43,7 +43,7 @@ class Shape:
     is_gated: bool = True
     """Whether the feed-forward half has a gate."""
     other: int = 0
-    """Parameters beyond those that these widths give; negative where there are fewer."""
+    """Parameters beyond those that these widths give; negative if there are fewer."""
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -150,7 +150,7 @@ def published_shape(name: str) -> Shape | None:
 
 
 def read_shape(path: str, *, may_make: bool = False) -> Shape | None:
-    """Return the shape of a model: a folder, a run folder, a hub id in the cache or in the table; None where unknown.
+    """Return the shape of a model: a folder, a run folder, a hub id in the cache or in the table; None if unknown.
 
     With `may_make` transformers makes a model of another family on the meta device, which takes seconds.
     """
@@ -169,7 +169,7 @@ def read_shape(path: str, *, may_make: bool = False) -> Shape | None:
 
 
 def path_of_base(path: str) -> str:
-    """Return the model below an adapter's folder, or the path itself: what is the same for models on one base."""
+    """Return the model below an adapter's folder, or the path itself: the same for all models on one base."""
     folder = _folder(path)
     base = None if folder is None else read_json(folder / ADAPTER).get("base_model_name_or_path")
     name = path if base is None else str(base)
@@ -204,7 +204,7 @@ def _cached(name: str, *, may_make: bool) -> Shape | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; empty where there is none."""
+    """Read the object in a JSON file; empty if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A plan as text: the table in GB, whether it fits, what to change, the time; and the message of a refused run."""
+"""A plan as text: the table in GB, whether it fits, the changes, the time; and the message of a refused run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _time(plan: Plan) -> list[str]:
 def refusal(config: RunConfiguration, machine: Machine) -> str | None:
     """Explain why a run cannot fit into the memory of its device, with the plan and the cures; None if it may fit.
 
-    It counts only what is there at once in any case: weights, gradients and moments. What a run needs for rows and
+    It counts only tensors that are there at once in any case: weights, gradients and moments. The memory for rows and
     caches shrinks with micro-batches, so a run is never refused for it.
     """
     if machine.memory is None or RULE in config.guard.allow:
@@ -152,7 +152,7 @@ def _cell(size: Bytes) -> str:
 
 
 def cure_lines(plan: Plan) -> list[str]:
-    """Return a line for each cure, in the order of what it costs, up to the first with which the run fits."""
+    """Return a line for each cure, the cheapest first, up to the first with which the run fits."""
     lines: list[str] = []
     changes: list[str] = []
     for cure in plan.cures():
@@ -179,7 +179,7 @@ def _fits(plan: Plan, cure: CurePlan) -> bool:
 
 
 def _end(plan: Plan, cure: CurePlan) -> str:
-    """Return what the cures up to this one, with which the run fits, leave room for."""
+    """Return the line with the micro-batch that fits after the cures up to this one, with which the run fits."""
     largest = make_plan(cure.config, plan.machine, plan.lengths).largest_micro_batch()
     return f"  with these the run fits, and batch.micro_batch_size up to {largest}"
 

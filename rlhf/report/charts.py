@@ -24,7 +24,7 @@ class Axis:
 
     label: str = ""
     unit: str = ""
-    short: str = ""  # where there is little room
+    short: str = ""  # if there is little room
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Series:
     """Points, and how they are drawn: as a line, as markers or as both, or as bars. Sizes are in pixels of a page."""
 
     name: str
-    role: str  # what its color stands for: s1 to s8, or target
+    role: str  # the meaning of its color: s1 to s8, or target
     xs: Sequence[Number]
     ys: Sequence[Number | None]  # None leaves a gap
     _: KW_ONLY
@@ -47,7 +47,7 @@ class Series:
     texts: Sequence[str] = ()  # on pointing at each point
     group: str = ""  # shown and hidden as one
     in_legend: bool = True
-    interactive: bool = True  # False for what only accompanies another series
+    interactive: bool = True  # False for a series that only accompanies another
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def alarm_table(lines: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Build the table of the alarms that went off; None where there were none."""
+    """Build the table of the alarms that went off; None if there were none."""
     rows = [
         (
             line.get("step"),
@@ -212,7 +212,7 @@ def alarm_table(lines: Sequence[Mapping[str, Any]]) -> Table | None:
 
 
 def _reading(line: Mapping[str, Any]) -> str:
-    """Describe what an alarm saw: what the value is, the value, its limit."""
+    """Describe the reading of an alarm: the meaning of the value, the value, its limit."""
     return f"{line['reads']} {_shown(line['value'])} (limit {_shown(line['limit'])})"
 
 
@@ -221,7 +221,7 @@ def _shown(value: Any) -> str:
 
 
 def _span(lines: Sequence[Mapping[str, Any]], on: Mapping[str, Any]) -> str:
-    """Describe from which step on an alarm saw what it saw, and until when."""
+    """Describe the steps from which and until which an alarm was on."""
     over = [
         line["step"]
         for line in lines
@@ -266,7 +266,7 @@ GROUPS = (
     (
         "preferences",
         "Preference loss",
-        "Held-out accuracy is the one to believe; 0.5 is chance. Both log-probabilities falling is common: watch that "
+        "Trust the held-out accuracy; 0.5 is chance. Both log-probabilities falling is common: watch that "
         "the chosen side's does not fall far, and that the held-out score follows the margin.",
     ),
     (
@@ -300,7 +300,7 @@ GROUPS = (
     (
         "environment",
         "Environment",
-        "A return that rises while turns fall to one, or malformed actions rise, is not the task that was meant.",
+        "If the return rises while turns fall to one, or malformed actions rise, the policy learns another task.",
     ),
     ("optimization", "Optimization", "Gradient norms are before clipping."),
     (
@@ -374,7 +374,7 @@ def chart_groups(record: Record, table: Mapping[str, MetricInfo]) -> list[ChartG
 def ratio_charts(record: Record) -> list[Chart]:
     """Build the figure of the clip: the ratios of the last step over the objective, for either sign of the advantage.
 
-    Bars are shares of the tokens with that sign; the line is what a ratio gains over ratio 1 for an advantage of 1.
+    Bars are shares of the tokens with that sign; the line is the gain of a ratio over ratio 1 for an advantage of 1.
     """
     ratios = record.ratios
     charts = []
@@ -404,7 +404,7 @@ def _error_bar_of(name: str, record: Record) -> bool:
 
 
 def _curves_chart(record: Record, names: Sequence[str], title: str, table: Mapping[str, MetricInfo]) -> Chart:
-    """Build a chart of several metrics, with their target where they have one."""
+    """Build a chart of several metrics, with their target if they have one."""
     curves: list[Series] = []
     for number, name in enumerate(names, start=1):
         metric, errors = record.series[name], record.series.get(f"{name}_se")
@@ -439,7 +439,7 @@ def _ideal(name: str, xs: Sequence[Number], ys: Sequence[Number]) -> Series:
 
 
 def _target(record: Record, names: Sequence[str]) -> float | None:
-    """Return the configured target of the metrics; None where they have none."""
+    """Return the configured target of the metrics; None if they have none."""
     if "kl/reference" in names or "eval/kl" in names:
         return record.kl_target()
     if "cost/mean" in names:

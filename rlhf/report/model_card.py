@@ -1,4 +1,4 @@
-"""The model card of a run in Markdown: what was trained on what, how well, how to do it again, and the limits."""
+"""The model card of a run in Markdown: the model, its data, its results, how to reproduce them, and the limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _QUOTED = re.compile(r"""(?<!\w)(?:'(?:\\.|[^\\'])*'|"(?:\\.|[^\\"])*")(?!\w)"""
 
 @dataclass(frozen=True)
 class DataUsed:
-    """A data set of a run; `rows` is None where they could not be counted, and `why` says so."""
+    """A data set of a run; `rows` is None if they could not be counted, and `why` says so."""
 
     key: str
     path: str
@@ -35,7 +35,7 @@ class DataUsed:
 
 @dataclass(frozen=True)
 class CardInputs:
-    """What a card needs besides the record of the run."""
+    """The contents of a card besides the record of the run."""
 
     data: Sequence[DataUsed] = ()
     comparison: Mapping[str, Any] | None = None  # eval.json
@@ -43,13 +43,13 @@ class CardInputs:
     is_adapter: bool = False
     base_on_hub: bool = False
     quotes: bool = False  # keep the texts that notes of the run quote, which may be completions
-    best: Mapping[str, Any] | None = None  # best.json, if the model is a best checkpoint rather than that of the end
+    best: Mapping[str, Any] | None = None  # best.json, if the model is a best checkpoint rather than the last one
 
 
 def model_card(record: Record, inputs: CardInputs) -> str:
     """Write the card: its front matter, then sections in Markdown.
 
-    Where the model is the best checkpoint, what is told of it is what was measured up to its step.
+    If the model is the best checkpoint, the card tells the measurements up to its step.
     """
     record = record.exported()
     sections = [
@@ -138,7 +138,7 @@ def _source(source: Any, *, missing: str) -> str:
 
 
 def _kl(record: Record) -> str:
-    """Describe the final KL, with its 95 % interval where a standard error was measured."""
+    """Describe the final KL, with its 95 % interval if a standard error was measured."""
     value, target = final_kl(record), record.kl_target()
     if value is None:
         return "not measured"
@@ -147,7 +147,7 @@ def _kl(record: Record) -> str:
 
 
 def _with_error(record: Record, name: str, value: float) -> str:
-    """Format a value, with its 95 % interval where the run logged its standard error."""
+    """Format a value, with its 95 % interval if the run logged its standard error."""
     errors = record.points(f"{name}_se")
     if not errors:
         return format_number(value)
@@ -258,7 +258,7 @@ def _reproduction(record: Record) -> str:
 
 
 def _limits(record: Record, inputs: CardInputs) -> Iterator[str]:
-    """Yield what the numbers do not show."""
+    """Yield the limits that the numbers do not show."""
     yield f"One run with one seed ({format_value(record.setting('run', 'seed'))}): another seed gives other numbers."
     planned = record.planned_steps
     if inputs.best is not None:

@@ -188,7 +188,7 @@ def describe_source(source: Mapping[str, Any]) -> str:
 
 
 def _steps(record: Record) -> str:
-    """Describe the number of steps done, of those planned where the run is not complete."""
+    """Describe the number of steps done, of those planned if the run is not complete."""
     planned, plural = record.planned_steps, "" if record.last_step == 1 else "s"
     if planned is not None and planned > record.last_step:
         return f"{record.last_step} of the {planned} planned steps"
@@ -196,7 +196,7 @@ def _steps(record: Record) -> str:
 
 
 def _stop(record: Record) -> str:
-    """Describe which alarm stopped the run at its last step; empty where none did, or where the run was over anyway."""
+    """Describe which alarm stopped the run at its last step; empty if none stopped it, or it was over anyway."""
     planned = record.planned_steps
     is_complete = (record.path / "model").is_dir() if planned is None else record.last_step >= planned
     lines = [line for line in record.alarms if line.get("action") == "stop" and line.get("step") == record.last_step]
@@ -207,7 +207,7 @@ def _stop(record: Record) -> str:
 
 
 def _best(record: Record) -> str:
-    """Describe the best checkpoint where it is not the last one; empty where the run keeps none."""
+    """Describe the best checkpoint if it is not the last one; empty if the run keeps none."""
     step, headline = record.best_step, headline_metric(record)
     if step is None or step == record.last_step:
         return ""
@@ -218,7 +218,7 @@ def _best(record: Record) -> str:
 
 
 def _kl(record: Record) -> str:
-    """Describe the final KL to the reference; empty where it was not measured."""
+    """Describe the final KL to the reference; empty if it was not measured."""
     value = final_kl(record)
     if value is None:
         return ""
@@ -236,7 +236,7 @@ def final_kl(record: Record) -> float | None:
 
 
 def _interval(record: Record) -> str:
-    """Describe the interval of the final accuracy; empty where the report card has none."""
+    """Describe the interval of the final accuracy; empty if the report card has none."""
     low, high, count = (record.card.get(key) for key in ("accuracy_low", "accuracy_high", "n"))
     if not (isinstance(low, float) and isinstance(high, float) and isinstance(count, int)):
         return ""
@@ -244,7 +244,7 @@ def _interval(record: Record) -> str:
 
 
 def _baselines(record: Record) -> str:
-    """Describe the accuracies of the baselines; empty where the report card has none."""
+    """Describe the accuracies of the baselines; empty if the report card has none."""
     baselines = record.card.get("baselines")
     if not isinstance(baselines, Mapping):
         return ""
@@ -257,7 +257,7 @@ def _baselines(record: Record) -> str:
 
 
 def _rounded(record: Record) -> str:
-    """Describe what the exported weights have lost of the training; empty if they keep it."""
+    """Describe the part of the training that the exported weights have lost; empty if they keep it."""
     export = record.export
     return "" if export is None or not export.is_rounded_away else f"Warning: {export.warning('model')}."
 

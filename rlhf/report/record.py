@@ -73,11 +73,11 @@ class Record:
 
     @property
     def name(self) -> str:
-        """Return the name of the run, or of its folder where the run has none."""
+        """Return the name of the run, or of its folder if the run has none."""
         return str(self.setting("run", "name") or self.path.resolve().name)
 
     def setting(self, *keys: str) -> Any:
-        """Return the value at a path of the configuration; None where any part of the path is missing."""
+        """Return the value at a path of the configuration; None if any part of the path is missing."""
         value: Any = self.config
         for key in keys:
             if not isinstance(value, dict):
@@ -87,13 +87,13 @@ class Record:
 
     @property
     def planned_steps(self) -> int | None:
-        """Return the length of the run in steps; None where the configuration does not say it."""
+        """Return the length of the run in steps; None if the configuration does not state it."""
         steps = self.setting("schedule", "steps")
         return steps if isinstance(steps, int) and steps < UNKNOWN_LENGTH else None
 
     @property
     def best_step(self) -> int | None:
-        """Return the step of the best checkpoint; None where the run keeps none."""
+        """Return the step of the best checkpoint; None if the run keeps none."""
         best = self.points("best/step")
         return int(best[-1][1]) if best else None
 
@@ -104,18 +104,18 @@ class Record:
         return self.best_step is not None and isinstance(best, dict) and best.get("restore", True) is True
 
     def exported(self) -> Record:
-        """Return the record up to the step of the run's model: what was measured afterwards is of other weights."""
+        """Return the record up to the step of the run's model: later measurements are of other weights."""
         step = self.best_step
         if step is None or not self.exports_best:
             return self
-        return replace(self.until(step), card=self.card)  # the report card is of what was exported
+        return replace(self.until(step), card=self.card)  # the report card is of the exported model
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) of a metric wherever it is finite; empty for a metric that was never logged."""
         return self.series[name].finite() if name in self.series else []
 
     def until(self, step: int) -> Record:
-        """Return the record as it was at a step; a report card, which is that of the end, is left out."""
+        """Return the record as it was at a step; the report card, which is of the end, is left out."""
 
         def before(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [row for row in rows if int(row.get("step", 0)) <= step]

@@ -1,4 +1,4 @@
-"""What the `rlhf` program shows of a run: what trains, how far it is, and what came of it."""
+"""The terminal's display of a run: its model, progress and results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STYLES = {"error": "red", "warning": "yellow"}
 
 
 class Terminal(View):
-    """Prints what a run tells, and draws its progress."""
+    """Prints the reports of a run, and draws its progress."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -49,13 +49,13 @@ class Terminal(View):
         return Progress(title, total_steps, self._console, start_step=start_step, targets=targets)
 
     def was_complete(self, folder: RunFolder, step: int) -> None:
-        """Print that the run in `folder` has nothing left to train, and where its model is."""
+        """Print that the run in `folder` has nothing left to train, and the place of its model."""
         lines = [already_complete(folder.path, step), f"model   {folder.model}"]
         lines += [f"report  {folder.report}"] if folder.report.is_file() else []
         self.note("\n".join(lines))
 
     def ended(self, folder: RunFolder) -> None:
-        """Print the first and last value of the main metrics, and where model and page are."""
+        """Print the first and last value of the main metrics, and the places of model and page."""
         rows = folder.read_metrics()
         table = Table("metric", "first", "last", "unit", box=None, pad_edge=False)
         for info, _ in shown_in("summary"):

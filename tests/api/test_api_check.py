@@ -145,7 +145,7 @@ WRONG_ADVANTAGES: dict[str, tuple[Loss, str]] = {
             leave_one_out(rewards, mask, group_size)
             / rewards.sum(1).view(-1, group_size).std(1).repeat_interleave(group_size)[:, None]
         ),
-        "a division by 0 where the scores of a group are equal",
+        "a division by 0 if the scores of a group are equal",
     ),
     "per row": (lambda rewards, mask, group_size: rewards.sum(1), "one value per token is needed"),
     "absolute": (lambda **given: leave_one_out(**given).abs(), "it points elsewhere"),

@@ -10,7 +10,7 @@ MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 MASTER_PORT="$((10000 + SLURM_JOB_ID % 20000))"  # another one for each job that shares the node
 export MASTER_ADDR MASTER_PORT
 
-# What each node runs.
+# Each node runs this.
 node='
 @@node'
 

@@ -1,7 +1,7 @@
-"""Plan the tuning of a comparison: what the trials of every arm try, their budgets, and which of them goes on and wins.
+"""Plan the tuning of a comparison: the values and budgets of every arm's trials, and the choice among them.
 
-Trials are drawn from the space of an arm, seeded, at the same quantiles for every arm. No library: this is uniform
-numbers and three maps of them (docs/decisions/016-own-draws-for-tuning.md). Halving is that of Karnin et al. 2013,
+Trials are drawn from the space of an arm, seeded, at the same quantiles for every arm. No library: the draws are
+uniform numbers and three maps of them (docs/decisions/016-own-draws-for-tuning.md). Halving is from Karnin et al. 2013,
 Jamieson & Talwalkar 2016 (algorithm 1); `keep` is the eta of Li et al. 2018. A trial goes on from where it stopped, and
 trial 0, the default, is in every round.
 
@@ -47,7 +47,7 @@ def tuning_prompts(tune: TuneConfig, base: Tree) -> Tree:
     """Return the settings by which a trial is judged on the tuning prompts: the given ones, or a part of the held-out.
 
     Raises:
-        ConfigError: the given ones are those that the arms are reported on.
+        ConfigError: the given ones are the prompts that the arms are reported on.
     """
     held_out = base["data"]["eval_prompts"]
     if tune.prompts is None:
@@ -85,7 +85,7 @@ def _overlap(a: Any, b: Any) -> bool:
 
 
 def tuning_budget(config: CompareConfig, tune: TuneConfig) -> float:
-    """Return what the tuning of one arm may spend, over all its trials and seeds, in the unit of the budget.
+    """Return the budget of the tuning of one arm, over all its trials and seeds, in the unit of the budget.
 
     Raises:
         ConfigError: it is more than the trials of the last round can use.
@@ -100,7 +100,7 @@ def tuning_budget(config: CompareConfig, tune: TuneConfig) -> float:
 
 
 def trial_limits(config: CompareConfig, tune: TuneConfig) -> list[float]:
-    """Return what a trial with one seed may have spent at the end of each round."""
+    """Return the most that a trial with one seed may have spent at the end of each round."""
     return round_limits(round_sizes(tune.trials, tune.keep), tuning_budget(config, tune) / len(tune.seeds))
 
 
@@ -144,11 +144,11 @@ def with_values(arm: TrainedArm, values: Mapping[str, Scalar]) -> TrainedArm:
 
 
 def tuned_config(config: CompareConfig, chosen: Mapping[str, Mapping[str, Scalar]]) -> CompareConfig:
-    """Return the comparison of the tuned arms; with tune.report_default also of those that tuning changed, as written.
+    """Return the comparison of the tuned arms; with tune.report_default also of the changed arms as written.
 
     Args:
         config: the comparison.
-        chosen: arm -> the values that tuning chose for it; empty where it chose the arm as it is written.
+        chosen: arm -> the values that tuning chose for it; empty if it chose the arm as it is written.
     """
     arms: dict[str, Arm] = {}
     for name, arm in config.arms.items():
@@ -214,7 +214,7 @@ def _with_round(
 def _readable_space(
     tune: TuneConfig, name: str, arm: TrainedArm, build: BuildCell, folder: Path
 ) -> dict[str, Dimension]:
-    """Return the space of an arm without those settings of the comparison's that it does not read.
+    """Return the space of an arm without the comparison's settings that it does not read.
 
     Raises:
         ConfigError: the arm does not read a setting of its own space, or has no value to take a factor of.
@@ -362,7 +362,7 @@ def round_sizes(trials: int, keep: int) -> list[int]:
 
 
 def round_limits(sizes: Sequence[int], budget: float) -> list[float]:
-    """Compute what a trial may have spent in all at the end of each round, given the budget of all trials together.
+    """Compute the most that a trial may have spent at the end of each round, given the budget of all trials together.
 
     Every round spends the same part of the budget, shared evenly by its trials:
 
@@ -372,7 +372,7 @@ def round_limits(sizes: Sequence[int], budget: float) -> list[float]:
 
 
 def full_budget(sizes: Sequence[int], limit: float) -> float:
-    """Compute the budget of all trials together with which those of the last round reach the limit of a whole run.
+    """Compute the budget of all trials together with which the trials of the last round reach the limit of a whole run.
 
     B = limit K / sum over k of (1 / n_k)
     """

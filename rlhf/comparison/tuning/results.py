@@ -1,4 +1,4 @@
-"""The results of tuning: what was tried, chosen and spent. The key `tuning` of results.json."""
+"""The results of tuning: trials, choices and costs. The key `tuning` of results.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TrialResult:
 
     trial: int
     values: Mapping[str, Scalar]
-    scores: tuple[float | None, ...]  # the judge's mean after each round that it was in; None where it failed
+    scores: tuple[float | None, ...]  # the judge's mean after each round that it was in; None if it failed
     error: str | None
     costs: Costs  # over its seeds
 
@@ -42,7 +42,7 @@ class ArmTuning:
 
     @property
     def costs(self) -> Costs:
-        """Return what all trials spent."""
+        """Return the costs of all trials."""
         return total_costs(trial.costs for trial in self.trials)
 
     @property
@@ -67,8 +67,8 @@ class Tuning:
     trials: int
     seeds: tuple[int, ...]
     rounds: tuple[int, ...]  # trials in each round
-    limits: tuple[float, ...]  # what a trial with one seed may have spent at the end of each, in the budget's unit
-    budget: float  # what the tuning of one arm may spend
+    limits: tuple[float, ...]  # cost limits of a trial with one seed at the end of each, in the budget's unit
+    budget: float  # of the tuning of one arm
     prompts: int | None  # that trials are judged on; None until one is judged
     are_split: bool  # whether the prompts are a part of the held-out ones
     shared_prompts: int  # of them, how many the arms are reported on too

@@ -1,6 +1,6 @@
 """Run the tuning of a comparison, round after round, read its results from the trials' folders, and describe them.
 
-Everything that is decided follows from the trials' folders, so a tuning that was interrupted goes on to the same end.
+All decisions follow from the trials' folders, so a tuning that was interrupted goes on to the same end.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _check_any_finished(cells: Sequence[Cell], scores: Mapping[str, Mapping[int,
 
 
 def round_scores(cells: Sequence[Cell]) -> dict[int, float | None]:
-    """Return trial -> the judge's mean over tuning seeds and prompts; None where a seed has failed."""
+    """Return trial -> the judge's mean over tuning seeds and prompts; None if a seed has failed."""
     by_trial: dict[int, list[float | None]] = {}
     for cell in cells:
         by_trial.setdefault(trial_number(cell), []).append(tuning_score(cell))
@@ -244,7 +244,7 @@ COST_COLUMNS = ("completions", "seconds")  # of tuning; results.json has the oth
 
 
 def tuning_in_words(results: ComparisonResults) -> str:
-    """Describe what every trained arm was given; empty without tuning."""
+    """Describe the tuning that every trained arm was given; empty without tuning."""
     tuning = results.tuning
     if tuning is None:
         return ""

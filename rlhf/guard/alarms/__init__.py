@@ -1,9 +1,9 @@
-"""The alarms: what is looked for in the metrics of a run, what usually causes it and what to try.
+"""The alarms: conditions on the metrics of a run, with usual causes and cures.
 
-- `alarm`: what an alarm is, and the common forms of a reading. `history`: the metrics that it reads.
+- `alarm`: the class of the alarms, and the common forms of a reading. `history`: the metrics that it reads.
 - All other modules: the alarms by topic. A class with a name is an alarm, here and in a user's module.
 
-To import the package defines its alarms, in the order in which a run reports those of one step.
+To import the package defines its alarms, in the order in which a run reports the alarms of one step.
 """
 
 # ruff: noqa: I001

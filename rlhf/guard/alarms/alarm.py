@@ -1,4 +1,4 @@
-"""What an alarm is: a pure function of the history of the metrics, with its causes and its cure."""
+"""Defines the alarms: pure functions of the history of the metrics, with causes and cure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf.section import Named
 
 @dataclass(frozen=True)
 class Reading:
-    """What an alarm saw in the latest line of metrics: a value, its limit, and whether it is beyond it."""
+    """The reading of an alarm in the latest line of metrics: a value, its limit, and whether it is beyond it."""
 
     value: float
     limit: float
@@ -31,7 +31,7 @@ class Alarm(Named, ABC):
     metrics: tuple[str, ...]
     """The metrics that it reads; the first is the one whose curve is marked."""
     reads: str = ""
-    """What the value of a reading is; empty: the first metric."""
+    """The meaning of a reading's value; empty: the first metric."""
     patience: int
     causes: str
     cure: str
@@ -49,7 +49,7 @@ class Alarm(Named, ABC):
 
     @property
     def quantity(self) -> str:
-        """Return what the value of a reading is, in words."""
+        """Return the meaning of a reading's value, in words."""
         return self.reads or self.metrics[0]
 
 
@@ -91,18 +91,18 @@ def read_level(
 
 
 class Grown(Alarm):
-    """A metric above `factor` times where it started, plus `plus`."""
+    """A metric above `factor` times its start, plus `plus`."""
 
     factor: float
     plus: float = 0.0
 
     def read(self, history: History) -> Reading | None:
-        """Compare the metric with where it started."""
+        """Compare the metric with its start."""
         return read_growth(history, self.metrics[0], self.factor, plus=self.plus)
 
 
 def read_growth(history: History, name: str, factor: float, *, plus: float) -> Reading | None:
-    """Read a metric, which is bad above `factor` times where it started, plus `plus`."""
+    """Read a metric, which is bad above `factor` times its start, plus `plus`."""
     value, start = history.now(name), history.start(name)
     if value is None or start is None:
         return None
@@ -111,12 +111,12 @@ def read_growth(history: History, name: str, factor: float, *, plus: float) -> R
 
 
 class Shrunk(Alarm):
-    """A metric below `share` of where it started, if that was above 0."""
+    """A metric below `share` of its start, if that was above 0."""
 
     share: float
 
     def read(self, history: History) -> Reading | None:
-        """Compare the metric with where it started."""
+        """Compare the metric with its start."""
         value, start = history.now(self.metrics[0]), history.start(self.metrics[0])
         if value is None or start is None or start <= 0:
             return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 KEPT = 40  # recent values of each metric
-START = 5  # first values of a metric in training, of which the mean is where it started
+START = 5  # first values of a metric in training, whose mean is its start
 HELD_OUT = "eval/"
 
 
@@ -31,7 +31,7 @@ class Track:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a limit depends on besides the metrics."""
+    """The facts that a limit depends on besides the metrics."""
 
     kl_target: float | None = None  # of an adaptive controller, in nats per sequence
     is_rounded: bool = False  # arithmetic in bfloat16
@@ -45,13 +45,13 @@ class RunFacts:
 
 
 class History:
-    """The metrics of a run, line by line of metrics.jsonl. A value that is not finite is as one that is not there."""
+    """The metrics of a run, line by line of metrics.jsonl. A value that is not finite counts as missing."""
 
     def __init__(self, facts: RunFacts | None = None) -> None:
         self.facts = facts or RunFacts()
         self._tracks: dict[str, Track] = {}
         self._latest: dict[str, float] = {}
-        self._evaluations: list[dict[str, float]] = []  # what is held out, of the lines before the latest
+        self._evaluations: list[dict[str, float]] = []  # held-out metrics, of the lines before the latest
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
         """Append the metrics of a logged step."""
@@ -64,11 +64,11 @@ class History:
             self._tracks.setdefault(name, Track()).add(value)
 
     def now(self, name: str) -> float | None:
-        """Return the value in the latest line; None where that has none."""
+        """Return the value in the latest line; None if that has none."""
         return self._latest.get(name)
 
     def start(self, name: str) -> float | None:
-        """Return where the metric started: the mean of its first values, or the first evaluation; None before that."""
+        """Return the start of the metric: the mean of its first values, or the first evaluation; None before that."""
         track = self._tracks.get(name)
         if track is None:
             return None

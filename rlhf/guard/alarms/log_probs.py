@@ -18,7 +18,7 @@ class FirstRatio(Alarm):
     source = "Huang et al. 2022 (37 details): the ratio of the first minibatch must be 1"
 
     def read(self, history: History) -> Reading | None:
-        """Read how far the importance ratio is from 1 before any update, where a loss may read it."""
+        """Read how far the importance ratio is from 1 before any update, if a loss may read it."""
         deviation, limit = history.now("policy/first_ratio_deviation"), self.limits[history.facts.is_rounded]
         if deviation is None or not history.facts.reads_ratio:
             return None
@@ -37,6 +37,6 @@ class SamplerMismatch(Alarm):
     source = "Yao et al. 2025 (Your efficient RL framework secretly brings you off-policy RL)"
 
     def read(self, history: History) -> Reading | None:
-        """Read how far the sampler's log-probabilities are from the trainer's; a sampler one step behind may be."""
+        """Read how far the sampler's log-probabilities are from the trainer's; a sampler one step behind may differ."""
         mismatch, limit = history.now("kl/sampler_mismatch"), self.limits[history.facts.is_rounded]
         return None if mismatch is None or history.facts.is_ahead else Reading(mismatch, limit, mismatch > limit)

@@ -55,6 +55,6 @@ class LossExplodes(Alarm):
     source = "docs/troubleshooting.md"
 
     def read(self, history: History) -> Reading | None:
-        """Read the loss of a run on data against where it started."""
+        """Read the loss of a run on data against its start."""
         name = next((name for name in self.losses if history.now(name) is not None), None)
         return None if name is None else read_growth(history, name, 3.0, plus=0.5)

@@ -20,7 +20,7 @@ class ProxyAgainstJudge(Alarm):
     source = "Gao et al. 2023, sec. 3"
 
     def read(self, history: History) -> Reading | None:
-        """Read the judge's score where the trained-on reward is above what it was at the judge's best."""
+        """Read the judge's score if the trained-on reward is above its value at the judge's best."""
         judge, proxy, spread = history.now("eval/score"), history.now("eval/proxy"), history.now("eval/score_std")
         before = history.evaluations("eval/score", "eval/proxy")
         if judge is None or proxy is None or not spread or not before:
@@ -55,7 +55,7 @@ class ScoreFalls(Alarm):
     source = "docs/troubleshooting.md"
 
     def read(self, history: History) -> Reading | None:
-        """Read the score in training against where it started."""
+        """Read the score in training against its start."""
         score, start, spread = history.now("score/mean"), history.start("score/mean"), history.start("score/std")
         if score is None or start is None or not spread:
             return None

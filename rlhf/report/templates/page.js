@@ -20,7 +20,7 @@
     return copy;
   }
 
-  // Chips, where a page has them, show and hide all that belongs to an arm: traces, figures, completions.
+  // Chips, if a page has them, show and hide all that belongs to an arm: traces, figures, completions.
   const hidden = () => new Set(chips.filter((chip) => chip.getAttribute("aria-pressed") !== "true").map((chip) => chip.dataset.toggle));
 
   function layoutOf(figure) {
