@@ -31,7 +31,7 @@ rlhf train  configs/ppo.yaml data.prompts.path=… reward.source.path=runs/rewar
 rlhf compare configs/lab/compare_quick.yaml       several algorithms, one budget, one judge, one page
 rlhf eval   runs/ppo
 rlhf eval   runs/ppo --suite ifeval --data …       an alignment evaluation; rlhf eval --help lists them
-rlhf chat   runs/ppo                              a conversation, where the model has a chat template
+rlhf chat   runs/ppo                              a conversation, if the model has a chat template
 rlhf sample runs/ppo --prompt "…"
 rlhf report runs/ppo
 rlhf push   runs/ppo owner/name --dry-run         the model to the hub, with a card; --dry-run prints the card
@@ -215,7 +215,7 @@ def _shut_down_distributed() -> None:
 
 
 class _Version(argparse.Action):
-    """Prints the versions that a report of an error needs; reading them is left until they are asked for."""
+    """Prints the versions that a report of an error needs; it reads them only when they are asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import version
@@ -228,7 +228,7 @@ class _Version(argparse.Action):
 
 
 class _SuiteNames(argparse.HelpFormatter):
-    """Adds the names of the suites to the help of --suite; to import them is left until the help is asked for."""
+    """Adds the names of the suites to the help of --suite; it imports them only when the help is asked for."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.dest != "suite":

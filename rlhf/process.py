@@ -34,7 +34,7 @@ def _is_an_error(record: logging.LogRecord) -> bool:
 
 
 def stop_with_input() -> None:
-    """Send SIGTERM (save and stop) to this process when its standard input ends: whoever wrote to it has ended."""
+    """Send SIGTERM (save and stop) to this process when its standard input ends, as its writer has then ended."""
 
     _when_input_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
@@ -53,8 +53,8 @@ def _when_input_ends(then: Callable[[], None]) -> None:
 def supervise(command: Sequence[str], *, grace_s: float = 10.0) -> int:
     """Run a command until it ends, or until this process's standard input ends or SIGTERM comes; return its exit code.
 
-    Whoever started this process holds the other end of the input, so that the command does not outlive it, however it
-    ends. The command and what it starts get SIGTERM, and after `grace_s` seconds SIGKILL. On Windows only the command
+    The process that started this one holds the other end of the input, so that the command ends with it in any
+    case. The command and what it starts get SIGTERM, and after `grace_s` seconds SIGKILL. On Windows only the command
     is killed.
     """
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

@@ -5,8 +5,8 @@ A row goes through `files` (JSON, JSONL, CSV, Parquet, the hub), `formats` (colu
 counts what was left out and why.
 
 Import from the modules:
-    prompts             prompt_pipeline, PromptStream: what the online algorithms sample from
-    pairs               pair_pipeline and others: what preference losses, reward models, SFT read;
+    prompts             prompt_pipeline, PromptStream: the prompts of the online algorithms
+    pairs               pair_pipeline and others: the rows of preference losses, reward models, SFT;
                         AnnotatedPairSet: pairs with the reference's log-probabilities
     datasets            BatchStream: the shuffled batch of a step, computed from the seed and the step number
     mixture             MixedStream: batches from several sources, in memory or streamed, by the schedule of quotas

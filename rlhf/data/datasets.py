@@ -142,7 +142,7 @@ class RowPipeline(Generic[T, S]):
     """How the rows of one use become a data set: parsed, rendered as text, encoded, fitted to a length, put together.
 
     Attributes:
-        config: the section; where it has a part, only rows whose place (`place_of`) is in it are used.
+        config: the section; if it has a part, only rows whose place (`place_of`) is in it are used.
         use: the use of the rows, which determines the formats they may have.
         encoder: renders and encodes the rows.
         fit: makes encoded rows fit their limit; raises BadRow for an unusable row, returns None for one it left out.
@@ -233,7 +233,7 @@ def _key(parsed: HasPrompt) -> str:
 
 
 def digest_of(entries: Iterable[Entry[Any]]) -> str:
-    """Compute the SHA-256 digest of encoded rows: what each row says, its token ids, and their order."""
+    """Compute the SHA-256 digest of encoded rows: the text and token ids of each, and their order."""
     digest = hashlib.sha256()
     for usable, ids in entries:
         digest.update(repr(usable.parsed).encode("utf-8", "backslashreplace"))
@@ -319,7 +319,7 @@ def check_ids(ids: EncodedRow) -> None:
     """Check that the prompt has a token, and every completion a token besides its EOS.
 
     Raises:
-        BadRow: one of them has not.
+        BadRow: one of them has none.
     """
     if not ids.prompt:
         raise BadRow("empty prompt, and the tokenizer puts no token before a text")

@@ -1,4 +1,4 @@
-"""What follows the training of a reward model: calibration, export, report card.
+"""The steps after the training of a reward model: calibration, export, report card.
 
 An ensemble of separate reward models is one run for each member, in a folder that names them all.
 """

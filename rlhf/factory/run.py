@@ -50,7 +50,7 @@ class TrainingRun:
     def train(self) -> bool:
         """Run the remaining training steps and export the model; return False if the run was interrupted and saved.
 
-        Where nothing is left to train and the model is exported already, as it is asked for, nothing is done.
+        If nothing is left to train and the model is exported already in the dtype that is asked for, nothing is done.
         """
         if self.is_complete:
             return True

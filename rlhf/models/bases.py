@@ -16,7 +16,7 @@ from rlhf.runtime.engine import Engine
 
 @dataclass(frozen=True)
 class _Key:
-    """What two models must have in common to share their weights."""
+    """The properties that two models must have in common to share their weights."""
 
     path: str
     weights: str

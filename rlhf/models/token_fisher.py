@@ -41,7 +41,7 @@ Weights = Mapping[str, Tensor]
 class TokenFisher:
     """The distributions of a causal LM at the tokens in the loss, as a function of its trainable weights.
 
-    Logits are made for a chunk of tokens at a time, from hidden states; where the model's forward does more to the
+    Logits are made for a chunk of tokens at a time, from hidden states; if the model's forward does more to the
     logits than its head, for a few rows at a time. [B, T, V] is never held at once.
     """
 
@@ -164,7 +164,7 @@ class TokenFisher:
 
 
 class _States(nn.Module):
-    """The hidden states that predict the tokens in the loss; their logits where they cannot be made in chunks."""
+    """The hidden states that predict the tokens in the loss; their logits if they cannot be made in chunks."""
 
     def __init__(self, model: CausalLM, *, chunked: bool) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ class ChatSource(ChatConfig, Source):
         return self
 
     def build(self, context: SourceContext) -> ChatReward:
-        """Return what asks for a score of each completion.
+        """Return the source that asks for a score of each completion.
 
         Raises:
             ConfigError: the template lacks a field, or the key is not in the environment.
@@ -63,7 +63,7 @@ class ChatSource(ChatConfig, Source):
 
 
 class ChatReward:
-    """Asks for a score of each completion separately; part `unreadable` is 1 where the answer had none."""
+    """Asks for a score of each completion separately; part `unreadable` is 1 if the answer had none."""
 
     def __init__(self, config: ChatSource, tokenizer: BatchDecoder, model: ChatModel, *, section: str) -> None:
         """Read the question template of `config`; errors name the configuration `section`.

@@ -84,14 +84,14 @@ def _read_shard(
     stop = min(whole.numel(), start + size)
     whole.data.view(-1)[start:stop].copy_(read(name, start, stop))
     whole.partition()  # type: ignore[attr-defined]
-    whole.data = whole.data.to(shards.local_device)  # it is empty; what asks for the weight's device must see this one
+    whole.data = whole.data.to(shards.local_device)  # it is empty; code that asks for the device must see this one
     return whole
 
 
 def _untouched(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Map memory for a tensor: only the pages that are written take any, and all are given back with the tensor.
 
-    What the allocator hands out may stay with the process, one shard of every weight at a time.
+    Memory from the allocator may stay with the process, one shard of every weight at a time.
     """
     pages = mmap.mmap(-1, max(1, shape.numel()) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype, count=shape.numel()).view(shape)

@@ -23,7 +23,7 @@ DEVICE_ERRORS = (  # in RuntimeErrors that torch raises without a class of their
     "device type for generator",
     "operation not permitted when stream is capturing",
 )
-OUT_OF_MEMORY = (  # in RuntimeErrors of what allocates beside torch: Metal, CUDA's driver, cuBLAS
+OUT_OF_MEMORY = (  # in RuntimeErrors of allocators beside torch: Metal, CUDA's driver, cuBLAS
     "MPS backend out of memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -60,10 +60,10 @@ def empty_cache() -> None:
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return whether an error is about the device and not about what it computes: it says nothing about a model.
+    """Return whether an error is about the device and not about the computation: it says nothing about a model.
 
-    That is: out of memory, an error of CUDA or another accelerator, tensors on different devices. Whoever tries out
-    whether a model supports something must let it pass.
+    That is: out of memory, an error of CUDA or another accelerator, tensors on different devices. A trial of whether
+    a model supports something must let it pass.
     """
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         return True
@@ -125,7 +125,7 @@ def choose_precision(config: C) -> tuple[C, list[str]]:
 
 
 def _gpu_has_bfloat16() -> bool:
-    """Return whether the GPU computes in bfloat16 itself; those before Ampere emulate it, and are slower with it."""
+    """Return whether the GPU computes in bfloat16 itself; GPUs before Ampere emulate it, and are slower with it."""
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
@@ -145,7 +145,7 @@ def cpu_gains_by_bfloat16() -> bool:
     return cpu_has_bfloat16_products() and not hides_amx
 
 
-_TRIAL = threading.RLock()  # what is set here holds for the process: two threads must not restore each other's
+_TRIAL = threading.RLock()  # the setting is of the whole process: two threads must not restore each other's
 
 
 def set_products(device: torch.device, *, tf32: bool) -> None:

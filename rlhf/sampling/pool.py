@@ -52,7 +52,7 @@ class Remote:
     tested: str | None = None  # the version that the canary has compared
     process: LaunchedServer | None = None  # of a server that the run starts
     failure: str = "none"  # why it was left out the last time
-    link: Link | None = None  # what sends it weights; None: it loads them from folders
+    link: Link | None = None  # the sender of its weights; None: it loads them from folders
 
 
 class ServerPool:
@@ -169,7 +169,7 @@ class ServerPool:
             self._bring_up_to_date(remote, policy, tensors)
 
     def _ensure_processes(self) -> None:
-        """Start the servers of this run that do not run, and wait for their answers where no other server answers.
+        """Start the servers of this run that do not run, and wait for their answers if no other server answers.
 
         Raises:
             SamplingError: one ended before it answered, or does not answer in time.

@@ -37,7 +37,7 @@ class Ask:
     batch_size: int  # rows decoded together
     frozen: bool = False  # whether the trainer's weights need no gradient: last bits depend on it
     adapted: bool = False  # whether the policy is an adapter that was pushed
-    limits: Mapping[str, float] = field(default_factory=dict)  # top_k, top_p, min_p, where they leave tokens out
+    limits: Mapping[str, float] = field(default_factory=dict)  # top_k, top_p, min_p, if they leave tokens out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""What the weights that a run exported keep of its training: export.json, beside the folder of the model.
+"""The share of a run's training that its exported weights keep: export.json, beside the folder of the model.
 
-The run writes it with the model. Whoever reads the model afterwards (rlhf eval, sample, chat and push, the reward model
-of a PPO run, the report, the model card) gets the same figure from `read_export`.
+The run writes it with the model. All later readers of the model (rlhf eval, sample, chat and push, the reward model
+of a PPO run, the report, the model card) get the same figure from `read_export`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def combine_digests(digests: Iterable[str]) -> str:
 
 
 def _blocks(file: Path) -> Iterator[bytes]:
-    """Yield the size of a file and what is read of its content."""
+    """Yield the size of a file and the parts of its content that are read."""
     size = file.stat().st_size
     yield b"%d:" % size
     with file.open("rb") as opened:

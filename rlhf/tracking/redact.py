@@ -66,7 +66,7 @@ def _hide(value: Any) -> Any:
 
 
 def _hidden_value(value: str) -> str:
-    """Hide a value in a text; one that is quoted keeps its quotes, and what is unset stays visible."""
+    """Hide a value in a text; one that is quoted keeps its quotes, and an unset one stays visible."""
     if value.lower() in ("null", "none", "true", "false", "''", '""', HIDDEN):
         return value
     return f"{value[0]}{HIDDEN}{value[0]}" if value[0] in "'\"" else HIDDEN

@@ -1,4 +1,4 @@
-"""Whether a run folder holds the run that a configuration describes: what may change on resume, and what may not."""
+"""Compare a run folder with the run of a configuration: the settings that may change on resume, and all others."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def another_run(config: TrainConfig | RewardModelConfig, what: str, *, always: b
     """Build the error for a folder that holds another run than the one that `config` describes.
 
     Args:
-        what: what differs.
+        what: the difference.
         always: whether checkpoint.resume=always would continue it.
     """
     folder = RunFolder(config.run.out_dir)

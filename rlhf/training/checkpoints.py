@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds: models as ordinary folders; optimizers, averages and queues in one file.
+"""The content of a run's checkpoint: models as ordinary folders; optimizers, averages and queues in one file.
 
 Every rank calls the functions that save, because gathering the weights is collective; only the main rank writes.
 """

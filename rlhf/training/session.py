@@ -160,7 +160,7 @@ STATE = "state.json"
 
 @dataclass
 class TrainState:
-    """What a checkpoint stores besides weights and optimizers. Everything else follows from the seed and the step."""
+    """The values in a checkpoint besides weights and optimizers. Everything else follows from the seed and the step."""
 
     step: int = 0
     kl_coef: float = 0.0

@@ -38,7 +38,7 @@ COMMAND = "import sys; sys.path[:0] = {path!r}; from rlhf.verifiers.child import
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an item."""
+    """The outcome of an item."""
 
     state: State
     grade: float | Mapping[str, float] | None  # None unless it is graded
@@ -221,7 +221,7 @@ class Child:
         return line
 
     def _lost(self, seconds: float) -> Outcome:
-        """Return what became of the item at which the child ended or was silent for too long."""
+        """Return the outcome of the item at which the child ended or was silent for too long."""
         process = self.process
         assert process is not None
         ended = None
