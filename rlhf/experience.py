@@ -1,4 +1,4 @@
-"""From a rollout to what the update reads: token rewards, advantages and returns, and the rows that are trained on."""
+"""From a rollout to the input of the update: token rewards, advantages and returns, and the rows to train on."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def compute_advantages(
 
 
 def select_training_rows(experience: Experience, algorithm: Online) -> Experience | SampledPairs:
-    """Select what the update trains on: the rows with a token in the loss, or pairs of rows.
+    """Select the input of the update: the rows with a token in the loss, or pairs of rows.
 
     A row of a dropped group, or one that was cut off and masked, adds nothing to any sum or denominator: it takes no
     forward pass, and minibatches are drawn from the others. A critic learns from every row. There may be no pairs and

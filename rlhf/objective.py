@@ -28,7 +28,7 @@ class Outputs:
     logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
     values: Float[Tensor, "B T"]
-    teacher: Float[Tensor, "K B T"] | None = None  # what the loss's `against_teacher` gave, if it reads a teacher
+    teacher: Float[Tensor, "K B T"] | None = None  # the result of the loss's `against_teacher`, if it reads a teacher
 
 
 class Objective:
@@ -109,7 +109,7 @@ class Objective:
         """Weight the penalty so that its expected gradient, over tokens of mu, is the gradient of KL(pi || pi_ref).
 
         With rho = pi / mu, mu the sampler: pi_old, or an older policy, or a server. The mean of k3 is the KL, so its
-        weight is differentiated too:  grad E_mu[rho k3] = grad KL.  Of k2 only the gradient has the mean of the KL's,
+        weight is differentiated too:  grad E_mu[rho k3] = grad KL.  Of k2 only the mean gradient equals the KL's,
         so its weight is detached:  E_mu[sg(rho) grad k2] = grad KL.
         """
         return penalty * (ratio if self.algorithm.kl.estimator == "k3" else ratio.detach())

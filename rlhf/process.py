@@ -24,7 +24,7 @@ def silence_libraries() -> None:
 
 
 def silence_loggers() -> None:
-    """Turn off advice that libraries log when transformers imports them, whoever called it."""
+    """Turn off advice that libraries log when any caller imports transformers."""
     for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).addFilter(_is_an_error)
 
@@ -54,7 +54,7 @@ def supervise(command: Sequence[str], *, grace_s: float = 10.0) -> int:
     """Run a command until it ends, or until this process's standard input ends or SIGTERM comes; return its exit code.
 
     The process that started this one holds the other end of the input, so that the command ends with it in any
-    case. The command and what it starts get SIGTERM, and after `grace_s` seconds SIGKILL. On Windows only the command
+    case. The command and its children get SIGTERM, and after `grace_s` seconds SIGKILL. On Windows only the command
     is killed.
     """
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -71,12 +71,12 @@ def supervise(command: Sequence[str], *, grace_s: float = 10.0) -> int:
     threading.Thread(target=end, daemon=True).start()
     _when_input_ends(over.set)
     code = child.wait()
-    _end_group(child, by_force=True)  # what it has left behind
+    _end_group(child, by_force=True)  # the children that it has left behind
     return code
 
 
 def _end_group(child: subprocess.Popen[bytes], *, by_force: bool) -> None:
-    """End a process and what it has started; on Windows, which has no process groups, the process alone."""
+    """End a process and its children; on Windows, which has no process groups, the process alone."""
     if not hasattr(os, "killpg"):
         child.kill()
         return

@@ -1,7 +1,7 @@
 """The base classes of sections: frozen, closed to unknown keys, documented by their attribute docstrings.
 
 A section owns what it configures. A choice (a loss, an advantage, a reward source, a suite) is a `Choice`: a class with
-its settings, what it computes, its usual ranges and its rules. Defining the class adds it to its family; no other
+its settings, its computation, its usual ranges and its rules. Defining the class adds it to its family; no other
 code has to know its name.
 """
 
@@ -54,7 +54,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A check of a section. An error will not learn or may lose data; a warning is outside what the source reports."""
+    """A check of a section. An error will not learn or may lose data; a warning is outside the source's reports."""
 
     name: str
     level: Level
@@ -152,7 +152,7 @@ def _numeric_fields(section: type[Section]) -> frozenset[str]:
 
 
 def _plain_kinds(annotation: Any) -> Iterator[Any]:
-    """Yield what an annotation is made of: int and None for Annotated[int, ...] | None."""
+    """Yield the parts of an annotation: int and None for Annotated[int, ...] | None."""
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is Annotated:
         arguments = arguments[:1]
@@ -249,7 +249,7 @@ class OneOf:
     """Marks a field that holds a member of a family: `loss: Annotated[PairLoss, OneOf("dpo")]`.
 
     The members are looked up when a value is validated, so a class that is defined later is a choice too. `default` is
-    the type of settings that name none; None: they have to. `only` limits the members to those for which it holds.
+    the type of settings that name none; None: they have to. `only` limits the members to the ones for which it holds.
     """
 
     default: str | None = None

@@ -2,7 +2,7 @@
 
 Axes: B rows, P prompt tokens (left-padded), T completion tokens (right-padded), G completions per prompt.
 Every `[B, T]` tensor is aligned with `completion_ids`: entry t belongs to completion token t. Masks are Bool and True
-where live. Without a critic the values are zero, without a reference the KL is zero. Optional fields are of episodes.
+for live tokens. Without a critic the values are zero, without a reference the KL. Optional fields are for episodes.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Rollout(Completions):
     values: Float[Tensor, "B T"]  # V of the state in which token t is chosen; zero when there is no critic
     hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt, which is not in prompt_ids (algorithm.rescue)
     hint_weights: Float[Tensor, "B T"] | None = None  # importance weights of hinted rows; 1 elsewhere. None: 1 for all
-    final_values: Float[Tensor, " B"] | None = None  # V after the last action; 0 where all ended. None: 0 for all
+    final_values: Float[Tensor, " B"] | None = None  # V after the last action; 0 for ended rows. None: 0 for all
     process_rewards: Float[Tensor, "B T"] | None = None  # of steps, at their last tokens (reward.process); None: off
 
 
@@ -140,7 +140,7 @@ class Demonstrations(Batch):
     prompt_ids: Int[Tensor, "B P"]
     prompt_mask: Bool[Tensor, "B P"]
     completion_ids: Int[Tensor, "B T"]
-    completion_mask: Bool[Tensor, "B T"]  # True where live
+    completion_mask: Bool[Tensor, "B T"]  # True if live
     loss_mask: Bool[Tensor, "B T"]  # tokens in the loss; a subset of completion_mask
 
 

@@ -216,7 +216,7 @@ def checked_per_token(function: Callable[..., Any], what: str, *, finite: bool =
 
 
 def check_values(values: Any, count: int, what: str) -> Tensor:
-    """Return what a loss computed, if it is a value for each of `count` rows.
+    """Return the result of a loss, if it is a value for each of `count` rows.
 
     Raises:
         ConfigError: it is not.

@@ -2,7 +2,7 @@
 
 A row goes through `files` (JSON, JSONL, CSV, Parquet, the hub), `formats` (columns to prompts, pairs and other forms),
 `templates` (conversations to text) and `tokenizer` (text to token ids); `datasets` runs these steps in order. `rows`
-counts what was left out and why.
+counts the rows left out by their reason.
 
 Import from the modules:
     prompts             prompt_pipeline, PromptStream: the prompts of the online algorithms
@@ -11,5 +11,5 @@ Import from the modules:
     datasets            BatchStream: the shuffled batch of a step, computed from the seed and the step number
     mixture             MixedStream: batches from several sources, in memory or streamed, by the schedule of quotas
     files               LazyDataset: the rows of files a few at a time, from any place in them
-    tokenizer           load_tokenizer, and where models and tokenizers lie; encode, cut and pad
+    tokenizer           load_tokenizer, and the places of models and tokenizers; encode, cut and pad
 """

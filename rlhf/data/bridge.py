@@ -58,7 +58,7 @@ class Bridge:
         return [*end, *ids, *(self.encoder.continuation(tail) if tail else [])]
 
     def _written(self, text: str, contents: Sequence[object]) -> list[int]:
-        """Encode what the template wrote for messages; a content in it that spells special tokens is ordinary text."""
+        """Encode the template's text for messages; a content in it that spells special tokens is ordinary text."""
         ids: list[int] = []
         for content in contents:
             if not isinstance(content, str) or not any(token in content for token in self.encoder.template.specials):
@@ -84,7 +84,7 @@ def make_bridge(encoder: Encoder) -> Bridge:
     """Find the template's text between two turns, and check that it is always the same.
 
     Raises:
-        ConfigError: it depends on what came before, as in templates that drop earlier thoughts.
+        ConfigError: it depends on earlier text, as in templates that drop earlier thoughts.
     """
     if not encoder.template.turns:
         return Bridge(encoder, "", "", None)

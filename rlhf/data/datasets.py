@@ -40,7 +40,7 @@ def _permutation(n: int, seed: int, epoch: int) -> Sequence[int]:
     # For a given seed Python guarantees the same random() sequence across versions, but not the same shuffle().
     draw = random.Random(f"{seed}/{epoch}").random
     keys = [draw() for _ in range(n)]
-    return array("q", sorted(range(n), key=keys.__getitem__))  # 8 bytes a row, where integers of Python take 36
+    return array("q", sorted(range(n), key=keys.__getitem__))  # 8 bytes a row; integers of Python take 36
 
 
 def epoch_order(n: int, batch_size: int, seed: int, step: int) -> list[int]:
@@ -106,7 +106,7 @@ class HasPrompt(Protocol):
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """Return what follows the prompt."""
+        """Return the completions that follow the prompt."""
 
 
 T = TypeVar("T", bound=HasPrompt)

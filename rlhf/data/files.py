@@ -384,7 +384,7 @@ def _open_bytes(path: Path) -> BufferedIOBase:
 
 
 class TableReader:
-    """Reads rows of a table from a number on; memory holds the rows of one read and what the table buffers."""
+    """Reads rows of a table from a number on; memory holds the rows of one read and the table's buffers."""
 
     def __init__(self, name: str, rows_from: Callable[[int], Iterator[Mapping[str, object]]]) -> None:
         self.name, self.rows_from = name, rows_from
@@ -440,7 +440,7 @@ class LazyDataset:
             The readable rows with their columns renamed, and the place after them; None at the end of the data set.
 
         Raises:
-            DataError: a file cannot be read, or has no column to rename; a malformed row where these are fatal.
+            DataError: a file cannot be read, or has no column to rename; a malformed row if these are fatal.
         """
         if cursor.file >= len(self.files):
             return [], None

@@ -2,7 +2,7 @@
 
 Every source is an endless sequence of rows: its rows in the order of one epoch after another. Which source the next row
 comes from is a function of the row's number (`QuotaSchedule`), and which row of the source that is, of the seed and
-of how many rows were drawn from it before. So batch k is a function of seed and k, whatever was read before; a run
+of how many rows were drawn from it before. So batch k is a function of seed and k, after any earlier reads; a run
 that continues needs no saved order. A checkpoint keeps the place of a streamed source in its files; this saves
 reading them again from the beginning, and changes no row.
 """
@@ -258,7 +258,7 @@ class StreamedSource(Generic[T]):
         if length == 0:
             self.counts.require_rows()
         if self._length is None and tell:
-            is_whole = self.counts.used == length  # a resumed run has no reasons for what was skipped before
+            is_whole = self.counts.used == length  # a resumed run has no reasons for rows skipped before
             total = f"{self.counts.source}: {length:,} rows used, {skipped:,} skipped"
             self.report(f"{self.counts.summary() if is_whole else total}. Read to its end")
         self._length, self._total_skipped = length, skipped

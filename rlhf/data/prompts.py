@@ -147,7 +147,7 @@ def _fit_prompt(
 
 
 def _limit(config: PromptsConfig, context: int | None, max_new_tokens: int) -> LengthLimit:
-    """Build the limit: the configured one, or what the new tokens leave of the model's context if that is less."""
+    """Build the limit: the configured one, or the model's context less the new tokens, if that is less."""
     if context is None or context - max_new_tokens >= config.max_prompt_tokens:
         return LengthLimit(config.max_prompt_tokens, "max_prompt_tokens", config.too_long)
     if context <= max_new_tokens:

@@ -150,7 +150,7 @@ def _first_marker(header: str, renderer: TemplateRenderer) -> str:
 
 
 def is_written_out(text: str, template: Template, bos: str | None) -> bool:
-    """Return whether a text has the template's turns written out already: it begins as a turn does, or BOS and that."""
+    """Return whether a text has the template's turns written out already: it begins like a turn, maybe after BOS."""
     bare = text.lstrip()
     body = bare.removeprefix(bos).lstrip() if bos else bare
     return bare.startswith(template.starts) or body.startswith(template.starts)
@@ -158,7 +158,7 @@ def is_written_out(text: str, template: Template, bos: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt and its completions as text; prompt + completion is what the model reads."""
+    """A prompt and its completions as text; the model reads prompt + completion."""
 
     prompt: str
     completions: tuple[str, ...]
@@ -243,7 +243,7 @@ class TemplateRenderer:
         return after[: turn_end(after, self.template)]
 
     def _header(self, before: str, conversation: Sequence[Message]) -> str | None:
-        """Return the start that the generation prompt shares with the answered conversation, whatever the answer.
+        """Return the start that the generation prompt shares with the answered conversation, for any answer.
 
         None if they differ before the assistant's turn: then the template rewrites the prompt itself.
         """

@@ -436,14 +436,14 @@ def truncate_start(ids: list[int], excess: int, head: int) -> list[int] | None:
     return [*ids[:head], *kept] if kept and excess >= 0 else None
 
 
-# Put before a completion, so that what a tokenizer adds to the start of a text is not added to the completion.
+# Put before a completion, so that a tokenizer's addition to the start of a text is not added to the completion.
 _STARTS = ("\n", ".", ":", "a", "1")
 _PROBES = ("x", " x", "x y", "\nx", '"x')
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer and a chat template, with what is known about how the tokenizer treats the start of a text."""
+    """A tokenizer and a chat template, with the tokenizer's treatment of the start of a text, as far as known."""
 
     tokenizer: PreTrainedTokenizerBase
     reader: PreTrainedTokenizerBase  # encodes text: without tokens that models have no embedding for
@@ -505,7 +505,7 @@ class Encoder:
         return self._tokenize([text])[0]
 
     def continuation(self, text: str) -> list[int]:
-        """Encode a text that continues another one, without what the tokenizer puts at the start of a text."""
+        """Encode a text that continues another one, without the tokenizer's addition to the start of a text."""
         if not self.start:
             return self.text(text)
         (ids,) = self._tokenize_continuations([text])

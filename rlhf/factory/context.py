@@ -116,7 +116,7 @@ class RunContext:
             raise
 
     def identify(self, key: str, digest: str | None, *, may_change: bool = False) -> None:
-        """Record the content of an input in the run's state, and check that it is what the run began with.
+        """Record the content of an input in the run's state, and check that it is the same as at the run's beginning.
 
         Args:
             key: the setting that names the input, such as policy.model or data.prompts.

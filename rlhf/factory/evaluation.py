@@ -305,7 +305,7 @@ def load_model_for_suite(settings: Suite, path: str, *, like: Subject | None = N
 
 
 def evaluate_suite(settings: Suite, subject: Subject, task: str) -> SuiteResult:
-    """Run a suite on a model; `task` is what follows the colon in the suite's name, else empty."""
+    """Run a suite on a model; `task` is the text after the colon in the suite's name, else empty."""
     context = SuiteContext(
         load=lambda path: load_model_for_suite(settings, path, like=subject),
         build_source=lambda config: build_source(

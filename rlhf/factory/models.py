@@ -244,7 +244,7 @@ def make_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]],
 
 
 def read_export_origin(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
-    """Read what an export copies from the folder of the configured model."""
+    """Read the files that an export copies from the folder of the configured model."""
     start = model_folder(config.model)
     return read_origin(start, config.tokenizer or start, tokenizer, trust_remote_code=config.trust_remote_code)
 

@@ -226,7 +226,7 @@ class _Feed:
 
 
 def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> _Models:
-    """Build the models, sampler and reward of a run, and restore what the checkpoint has of them."""
+    """Build the models, sampler and reward of a run, and restore their state from the checkpoint."""
     models = build_online_models(config, context, tokenizer)
     fast_ways = None if context.engine.splits_weights else models.fast_ways()
     source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append, leaves_out=True)

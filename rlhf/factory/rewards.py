@@ -61,7 +61,7 @@ def build_source(
 
 
 def identify_source(config: Source, context: RunContext, key: str = "reward.source") -> None:
-    """Record the weights of the reward models of a source, and check that they are what the run began with.
+    """Record the weights of the reward models of a source, and check that they are as at the run's beginning.
 
     A file of the user's code may change, since a mistake in it may have stopped the run: that is a warning.
     """

@@ -70,7 +70,7 @@ class TrainingRun:
         return is_complete(self.session)
 
     def _copy(self, model: Path, folder: Path) -> None:
-        """Copy an exported model into the folder, on the main rank, and what is beside it: adapter and record."""
+        """Copy an exported model into the folder, on the main rank, and the files beside it: adapter and record."""
 
         def copy() -> None:
             shutil.copytree(model, folder, dirs_exist_ok=True)

@@ -77,7 +77,7 @@ def teacher_context(
     *,
     warn: Callable[[str], None],
 ) -> TeacherContext:
-    """Return what the teacher of a run is built from."""
+    """Return the objects from which the teacher of a run is built."""
     chat = config.data.chat_format
     return TeacherContext(
         tokenizer=tokenizer,

@@ -39,14 +39,14 @@ from rlhf.runtime.engine import Engine
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    # A PeftModel forwards what it lacks to the model that it wraps, which no annotation can express.
+    # A PeftModel forwards attributes that it lacks to the model that it wraps, which no annotation can express.
     CausalLM = PreTrainedModel
 else:
     CausalLM = PeftModel = nn.Module
 
 M = TypeVar("M", bound=nn.Module)
 
-ALIGNMENT = 64  # bytes; torch aligns what it allocates to this
+ALIGNMENT = 64  # bytes; torch aligns its allocations to this
 
 
 def autocast(dtype: str, device: torch.device) -> AbstractContextManager[None]:
@@ -154,7 +154,7 @@ def load_causal_lm(
         raise ModelError(f"cannot load a causal LM from {path!r}: {_first_line(error)}") from error
     if location.gguf is not None:
         _forget_quantization(model)
-        model.name_or_path = location.path  # what an adapter names as its base: the file, its folder may hold others
+        model.name_or_path = location.path  # the base that an adapter names: the file, its folder may hold others
     return _plain_generation(train_pad_embedding(align_weights(model)))
 
 
@@ -380,7 +380,7 @@ def merge_adapter(base: M, folder: Path) -> M:
         ModelError: the adapter cannot be loaded.
     """
     merged = cast(M, _adapted(base, folder, trainable=False).merge_and_unload())
-    return merged.requires_grad_(True)  # peft freezes what it adapts
+    return merged.requires_grad_(True)  # peft freezes adapted weights
 
 
 def _adapted(base: nn.Module, folder: Path, *, trainable: bool) -> PeftModel:

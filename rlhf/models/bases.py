@@ -1,4 +1,4 @@
-"""The frozen bases below a run's adapters: each is in memory once, whatever the number of models that stand on it."""
+"""The frozen bases below a run's adapters: each is in memory once, for any number of models that stand on it."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class ClassifierPad:
 
 @dataclass(frozen=True)
 class Exported:
-    """The dtype of exported weights, and what it does to the training; shares are None if they are not known."""
+    """The dtype of exported weights, and its effect on the training; shares are None if they are not known."""
 
     dtype: torch.dtype
     """The dtype of most weights."""
@@ -180,11 +180,11 @@ def export_model(
     dtype: ExportDtype | None = "auto",
     state: Mapping[str, Tensor] | None = None,
 ) -> Exported:
-    """Write a model folder that equals the origin's except for the weights, and return what it keeps of the training.
+    """Write a model folder that equals the origin's except for the weights, and return its share of the training.
 
     Args:
         model: a causal LM, or a classifier with one label.
-        tokenizer: saved anew where the origin has no tokenizer files.
+        tokenizer: saved anew if the origin has no tokenizer files.
         folder: the folder to write.
         origin: the published model that it was loaded from.
         dtype: "auto" writes each weight in its origin's dtype, or all in float32 if that would lose more of the change
@@ -211,7 +211,7 @@ def export_model(
 def _choose_dtypes(
     model: PreTrainedModel, trained: Mapping[str, Tensor], origin: Origin, dtype: ExportDtype | None
 ) -> tuple[dict[str, torch.dtype], Exported]:
-    """Choose the dtype of each weight, and measure what it keeps."""
+    """Choose the dtype of each weight, and measure the share that it keeps."""
     targets = {name: _dtype(name, weight, origin, dtype) for name, weight in trained.items()}
     start = origin.start_weights()
     names = names_at_start(model, trained, start)

@@ -62,7 +62,7 @@ class Sequences:
 
     input_ids: Int[Tensor, "B L"]
     attention_mask: Int[Tensor, "B L"]
-    position_ids: Int[Tensor, "B L"]  # 0 at the first live token, whatever the padding
+    position_ids: Int[Tensor, "B L"]  # 0 at the first live token, with any padding
 
     @classmethod
     def join(
@@ -351,7 +351,7 @@ def _padded(prompts: Sequence[Tensor], completions: Sequence[Tensor], device: to
 
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 4096}  # tokens per chunk of logits: measured, see benchmarks/NOTES_forward.md
-MAX_CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # and never more logits than this, whatever the vocabulary
+MAX_CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # and never more logits than this, for any vocabulary
 MAX_SAVED_PROBS = {
     "cpu": 2**24,
     "cuda": 2**27,
@@ -600,7 +600,7 @@ def _chunks(count: int, size: int) -> list[slice]:
 
 
 def _vocabulary_size(head: nn.Module) -> int:
-    """Return the rows of the head's largest matrix, which is its own, whatever adapters it has."""
+    """Return the rows of the head's largest matrix, which is its own, with any adapters."""
     return max((p.shape[0] for p in head.parameters() if p.ndim == 2), default=2**16)
 
 

@@ -1,4 +1,4 @@
-"""Adapters on a model: their settings for peft, which modules get one, and what may be trained whole beside them."""
+"""Adapters on a model: their settings for peft, the modules that get one, and the modules trained whole beside them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _check_saved(model: nn.Module, names: list[str]) -> None:
 
 
 def train_saved_modules(model: nn.Module) -> None:
-    """Keep in float32 the modules that are trained whole beside adapters, whatever the base is kept in."""
+    """Keep in float32 the modules that are trained whole beside adapters, for a base in any dtype."""
     for module in list(model.modules()):
         copies = getattr(module, "modules_to_save", None)
         if not isinstance(copies, nn.ModuleDict):
@@ -120,7 +120,7 @@ class _StepDropout(nn.Dropout):
 
 
 class Dropout:
-    """The dropout of a model's adapters: off, except within an optimizer step, where a seed decides what it drops."""
+    """The dropout of a model's adapters: off, except within an optimizer step, with draws from a seed."""
 
     def __init__(self, model: nn.Module) -> None:
         """Switch it off."""

@@ -189,7 +189,7 @@ def _classifier_on(causal: PreTrainedModel, path: str) -> PreTrainedModel:
 
 
 def add_adapters(model: ScalarHeadModel, settings: Any, base: str) -> None:
-    """Put adapters in float32 into the backbone, freeze what is below them, and let them and the head be trained."""
+    """Put adapters in float32 into the backbone, freeze the weights below, and let them and the head be trained."""
     from peft import inject_adapter_in_model
 
     settings.inference_mode = False

@@ -143,7 +143,7 @@ def sequence_scores(
     completion_ids: Int[Tensor, "B T"],
     completion_mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, " B"]:
-    """Compute the score at the last live token of prompt + completion, whichever side is padded."""
+    """Compute the score at the last live token of prompt + completion, with padding on either side."""
     rows = model.rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     if rows is not None:
         scores: Tensor = model(rows, rows.last)

@@ -81,7 +81,7 @@ class LocalTeacher:
         return Logits(live, lambda logits: logits, self.temperature, self._arithmetic)
 
     def _arithmetic(self) -> AbstractContextManager[None]:
-        """Return the autocast context of the teacher's dtype, whatever the policy's is."""
+        """Return the autocast context of the teacher's dtype, which the policy's does not change."""
         if self.dtype == "bfloat16":
             return autocast(self.dtype, self.device)
         return torch.autocast(device_type=self.device.type, enabled=False)

@@ -183,7 +183,7 @@ class _States(nn.Module):
         return states
 
     def forward(self, batch: Experience, packing: Packing) -> Float[Tensor, "M D"]:
-        """Compute the states of all live tokens, and keep those of the tokens in the loss."""
+        """Compute the states of all live tokens, and keep the states of the tokens in the loss."""
         mask = batch.completion_mask
         if self.chunked:
             return predictor_hidden_states(self.model, batch, packing)[batch.loss_mask[mask]]
@@ -196,7 +196,7 @@ class _States(nn.Module):
 def _forward_differentiable() -> Iterator[None]:
     """Compute attention by its definition: the fused kernels have no forward-mode derivative."""
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-        # torch imports its forward-mode rules at the first use, and scripts them with what it has deprecated itself.
+        # torch imports its forward-mode rules at the first use, and scripts them with its own deprecated functions.
         warnings.filterwarnings("ignore", message=".torch.jit.script. is deprecated", category=DeprecationWarning)
         yield
 

@@ -321,7 +321,7 @@ def completions_of(prompts: Sequence[str], answers: Sequence[str], tokenizer: Pr
 
 
 def _read(answers: object, count: int, target: str) -> list[PairVerdict | None]:
-    """Check what a user's function returned.
+    """Check the result of a user's function.
 
     Raises:
         RewardError: it is not a verdict for each pair.

@@ -132,7 +132,7 @@ class Source(Choice):
 
 
 def sources_in(section: Section, key: str = "") -> Iterator[tuple[str, Source]]:
-    """Yield every source in a section, itself and those in other sources included, with its key below `key`."""
+    """Yield every source in a section, itself and the sources in it included, with its key below `key`."""
     for path, inner in walk(section, key):
         if isinstance(inner, Source):
             yield path, inner

@@ -197,7 +197,7 @@ class ZeroModel:
         return {"step": step, "moments": moments}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the optimizer state; every rank must be given the whole state, of which it reads what it needs."""
+        """Restore the optimizer state; every rank must be given the whole state, of which it reads its part."""
         step, moments = parse_state(state, self.named, self.config.optimizer)
         if not moments:
             return
@@ -333,7 +333,7 @@ def full_state(module: nn.Module, *, keep: bool, trained_only: bool) -> dict[str
 def copies(named: Mapping[str, nn.Parameter], keep: Callable[[str], bool]) -> dict[str, Tensor]:
     """Return whole copies on the CPU of the weights that `keep` names; every rank must call it with the same weights.
 
-    They are gathered a few at a time, and all ranks take part, whatever each of them keeps.
+    They are gathered a few at a time, and all ranks take part, also if they keep none.
     """
     whole: dict[str, Tensor] = {}
     for group in _gather_groups(named):

@@ -78,7 +78,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 class SideStream:
     """A stream of its own for work in another thread: on the default stream it would only queue behind the rest.
 
-    The work waits for what was launched before it, and the thread that takes its result up waits for the work. On a CPU
+    The work waits for earlier launches, and the thread that takes its result up waits for the work. On a CPU
     there are no streams, and nothing changes.
     """
 
@@ -106,8 +106,8 @@ def choose_precision(config: C) -> tuple[C, list[str]]:
     """Choose the dtype of a run's arithmetic by its device, and return the configuration with it and a line about it.
 
     A GPU that has bfloat16 uses it unless the file sets the dtype: weights, their optimizer state, the residual stream,
-    softmaxes and losses stay in float32. A CPU whose products are slower with it computes in float32 whatever the file
-    sets.
+    softmaxes and losses stay in float32. A CPU whose products are slower with it computes in float32 despite the
+    file.
 
     Raises:
         ConfigError: run.device names a device that torch does not see.

@@ -372,7 +372,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], ranks: Distributed) -> Ite
 
     A bucket's sum starts as soon as its gradients are complete, the parameters that come last in the model first, so
     that all but the last one overlap with the pass. Buckets and their order depend on the parameters alone and so are
-    the same on every rank, whatever the order in which gradients arrive.
+    the same on every rank, for any order in which gradients arrive.
 
     Raises:
         RuntimeError: a gradient changed after its bucket's sum had started.

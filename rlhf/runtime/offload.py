@@ -66,7 +66,7 @@ class Movable:
 
         Args:
             tensors: returns them; called each time they leave, since an optimizer makes its state at its first step.
-            store: where they go.
+            store: the memory to which they go.
             is_constant: whether they are always the same and nothing writes to them, so that one copy serves always.
         """
         self._tensors, self._store, self._is_constant = tensors, store, is_constant

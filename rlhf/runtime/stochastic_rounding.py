@@ -44,7 +44,7 @@ class StochasticRounding:
         """Create the optimizer.
 
         Args:
-            named: the trained weights by name; those in other dtypes are stepped as usual.
+            named: the trained weights by name; weights in other dtypes are stepped as usual.
             config: its settings.
             make: makes the optimizer of the weights in float32.
             key: names the model; it and the step decide the random numbers, so that a resumed run has the same.

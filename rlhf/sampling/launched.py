@@ -1,4 +1,4 @@
-"""A sampling server that the run starts on its own machine: started again if it dies, and gone when the run is."""
+"""A sampling server that the run starts on its own machine: started again if it dies, and ended with the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LaunchedServer:
 
         Args:
             command: the program and its arguments.
-            environment: variables besides those of this process.
+            environment: variables besides this process's.
             port: the port where it will listen.
             log: the file that gets its output.
         """

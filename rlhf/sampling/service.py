@@ -1,7 +1,7 @@
 """Our sampler behind vLLM's routes, for another process or machine: the server of `rlhf serve-policy`.
 
 Beyond vLLM's fields it takes `rlhf: {rows, width, greedy, pad_id, batch_size, frozen, support}` in /v1/completions,
-with which it draws exactly what the trainer would draw, and answers GET /weights with the version and the digests of
+with which it draws exactly the trainer's tokens, and answers GET /weights with the version and the digests of
 its weights.
 """
 
@@ -298,7 +298,7 @@ class PolicyService:
         return {}
 
     def call(self, method: str, arguments: Mapping[str, Any]) -> None:
-        """Call a method by name, as /collective_rpc does.
+        """Call a method by name, like /collective_rpc.
 
         Raises:
             BadRequest: there is no such method, or it fails.

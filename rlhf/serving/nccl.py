@@ -59,7 +59,7 @@ class NcclLink:
             version: the one that the server reports.
 
         Raises:
-            SamplingError: no group came about; the server has the weights that it had.
+            SamplingError: no group came about; the server keeps its weights.
         """
         self._tensors = tensors
         if self._engine is not None and version == self._version:

@@ -37,7 +37,7 @@ class Link(Protocol):
         """Send them as this version."""
 
     def close(self) -> None:
-        """Release what is held."""
+        """Release all that is held."""
 
 
 class CanaryConfig(Section):

@@ -77,7 +77,7 @@ class Gsm8kSuite(Suite):
     k: list[Count] = [1]
     """Report pass@k for these k; none above `samples`."""
     greedy: bool | None = None
-    """The most likely token each time; null: if samples is 1."""
+    """The most likely token each time; null: only if samples is 1."""
     shots: Annotated[int, Field(ge=0)] = 0
     """Solved examples before the question."""
     examples: DatasetConfig | None = None

@@ -1,4 +1,4 @@
-"""The model that a suite evaluates: how it is asked, how it answers, and where its answers are cut."""
+"""The model that a suite evaluates: its prompts, its answers, and the ends at which answers are cut."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The family of the suites: their common settings, the objects that they are given, and the search by name.
 
-A suite is a section that rejects unknown keys, like those of a run, and that computes its own figures. Nothing here
+A suite is a section that rejects unknown keys, like a run's sections, and that computes its own figures. Nothing here
 imports torch, so that a mistake in the settings is reported at once.
 """
 

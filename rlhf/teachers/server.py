@@ -140,7 +140,7 @@ class AskedTeacher:
         return ids, [float(item["logprob"]) for _, item in ranked]
 
     def _check_texts(self, ids: Sequence[int], texts: Sequence[object]) -> None:
-        """Check that the server's ids mean the policy's texts, as far as the server says what they mean.
+        """Check that the server's ids mean the policy's texts, as far as the server gives their texts.
 
         A token of some bytes of a character has no text of its own; vLLM gives it the text that it completes.
         """

@@ -45,7 +45,7 @@ class ExportRecord:
         write_atomically(folder / EXPORT, json.dumps(asdict(self), indent=2) + "\n")
 
     def summary(self) -> str | None:
-        """Describe at the end of a run what the dtype does to the training; None if there is nothing to tell."""
+        """Describe at the end of a run the effect of the dtype on the training; None if there is nothing to tell."""
         if self.is_rounded_away:
             return (
                 f"warning: {self.key}={self.asked} loses {self._lost} of the change that training made to the weights. "

@@ -1,4 +1,4 @@
-"""Digests of files: whether data and weights are what a run began with."""
+"""Digests of files: whether data and weights are as at the beginning of a run."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ env/stop/*            | share    | episodes that ended for this reason (terminat
     chart/environment: 4 Why episodes end
 env/tokens            | tokens   | mean tokens of an episode that its environment and the chat template wrote
     chart/environment: 5 Tokens of the environment
-env/error             | share    | episodes whose environment raised, hung, or returned what is no step
+env/error             | share    | episodes whose environment raised, hung, or returned no valid step
     better: lower; chart/environment: 6 Failures of environments
 env/malformed         | count    | mean actions of an episode that the environment could not read (info["malformed"])
     better: lower; chart/environment: 7 Actions that could not be read
@@ -497,7 +497,7 @@ def shown_in(view: str, table: Mapping[str, MetricInfo] = METRICS) -> list[tuple
 
 
 def progress_metrics(kind: RunKind) -> tuple[str, ...]:
-    """Return the names of the metrics on the progress line of a kind of run, in order; a run shows those it has."""
+    """Return the names of the metrics on the progress line of a kind of run, in order; a run shows the ones it has."""
     return tuple(info.name for info, _ in shown_in(f"progress/{kind}", METRICS | _declared()))
 
 

@@ -88,7 +88,7 @@ class Progress:
         return self._phases.take()
 
     def update(self, step: int, metrics: Mapping[str, float], show: Sequence[str]) -> None:
-        """Report that `step` steps are done, displaying those of `metrics` that `show` names."""
+        """Report that `step` steps are done, displaying the `metrics` that `show` names."""
         self.step = step
         if step != self._marks[-1][0]:
             self._marks.append((step, self._clock()))

@@ -1,4 +1,4 @@
-"""Hide secrets wherever a configuration or a message is shown to others: the report, the model card, trackers.
+"""Hide secrets in configurations and messages that are shown to others: the report, the model card, trackers.
 
 A secret is recognized by the name of its key (api_key, password, Authorization), by its place in an address (the user
 part and query parameters such as ?token=…), or by its form (the prefixes of well-known kinds of key).

@@ -22,7 +22,7 @@ from rlhf.training.prompt_queue import PromptQueue
 from rlhf.training.session import TrainState
 
 TRAINER = "trainer.pt"
-OPTIMIZER = "optimizer-{:05d}-of-{:05d}.safetensors"  # what one of several ranks writes
+OPTIMIZER = "optimizer-{:05d}-of-{:05d}.safetensors"  # the file of one of several ranks
 
 
 class Saver:
@@ -31,7 +31,7 @@ class Saver:
     def __init__(
         self, save_models: Callable[[Path], None], trained: dict[str, TrainableModel], ema: Ema | None, engine: Engine
     ) -> None:
-        """Take what is saved; `save_models` writes the models as folders in a folder."""
+        """Take the objects to save; `save_models` writes the models as folders in a folder."""
         self.save_models, self.trained, self.ema, self.engine = save_models, trained, ema, engine
 
     def __call__(self, folder: Path) -> None:
@@ -54,7 +54,7 @@ class OnlineSaver:
         queue: PromptQueue | None,
         state: TrainState,
     ) -> None:
-        """Take what is saved; `save_models` writes the models as folders in a folder."""
+        """Take the objects to save; `save_models` writes the models as folders in a folder."""
         self.save_models, self.models, self.trained = save_models, models, trained
         self.ema, self.ahead, self.queue, self.state = ema, ahead, queue, state
 

@@ -119,7 +119,7 @@ def _refill(run: OnlineRun, step: int, number: int) -> Prompts:
 
 @runtime_checkable
 class Draw(Protocol):
-    """Samples and scores; `names` distinguish this draw's random numbers from those of the step's other draws."""
+    """Samples and scores; `names` distinguish this draw's random numbers from the numbers of the step's other draws."""
 
     def __call__(
         self,
@@ -406,7 +406,7 @@ def _refill_uniform_groups(
 
 
 def _uniform(batch: Samples) -> Bool[Tensor, " B"]:
-    """Flag the rows of groups that are uniform once missing scores are filled in; one without any score is."""
+    """Flag the rows of groups that are uniform once missing scores are filled in; so is one without any score."""
     size = batch[0].group_size
     return uniform_groups(fill_missing(batch[1].values, size).nan_to_num(0.0), size)
 

@@ -71,7 +71,7 @@ class Firing:
 
 
 class Watch:
-    """The alarms of a run. Equal lines of metrics give equal firings, so a resumed run replays those it has."""
+    """The alarms of a run. Equal lines of metrics give equal firings, so a resumed run replays its own."""
 
     def __init__(self, facts: RunFacts | None = None, alarms: Sequence[Alarm] | None = None) -> None:
         """Watch for these alarms; None: for all of them."""
@@ -111,7 +111,7 @@ class Watch:
 
 
 class HealthMonitor:
-    """The alarms of a run and their actions, which change only what a checkpoint stores.
+    """The alarms of a run and their actions, which change only the state of a checkpoint.
 
     They watch the content of metrics.jsonl: on resume the lines up to the checkpoint are replayed, so that a
     resumed run gives the same alarms.jsonl, byte for byte.

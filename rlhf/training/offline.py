@@ -50,13 +50,13 @@ class OfflineRun:
     batch: BatchConfig
     schedule: ScheduleConfig
     session: Session
-    data: Callable[[int], Batch]  # the rows of a step, with what its loss needs from the whole minibatch
+    data: Callable[[int], Batch]  # the rows of a step, with the figures of the whole minibatch that its loss needs
     loss: Loss
     trained: TrainableModel
     ema: Ema | None
     sources: Callable[[int], tuple[str, ...]] | None = None  # the source of each row of a step, if there are several
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
-    seed: int = 0  # of the run: what dropout draws from
+    seed: int = 0  # of the run: the source of dropout's draws
 
 
 def train_offline(run: OfflineRun) -> None:

@@ -77,7 +77,7 @@ class OnlineRun:
 
     @property
     def stale_caps(self) -> dict[str, float | None]:
-        """Return the caps of the importance weights of completions sampled by an older policy; empty if none are.
+        """Return the caps of the importance weights of completions sampled by an older policy; empty without any.
 
         It is empty too if sampling.correction weights them.
         """

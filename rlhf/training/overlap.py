@@ -25,7 +25,7 @@ def sample_and_score_in_parts(
 ) -> tuple[Completions, Scores]:
     """Sample and score `prompts` in several parts, scoring each part while the next is sampled.
 
-    A completion does not depend on what is sampled beside it, so the completions are the same as without parts; so are
+    A completion does not depend on others sampled beside it, so the completions are the same as without parts; so are
     the scores if the reward source looks at one completion at a time.
     """
     pending: list[tuple[Completions, Future[Scores]]] = []
@@ -144,7 +144,7 @@ class CompletionPrefetcher:
 
 
 def _as_saved(step: int, completions: Completions, updates: int) -> dict[str, Any]:
-    """Return what a checkpoint holds of completions: not their prompts, which the data set has."""
+    """Return the parts of completions for a checkpoint: not their prompts, which are in the data set."""
     return {
         "step": step,
         "updates": updates,

@@ -62,7 +62,7 @@ class PromptQueue:
     """Deals each step its prompts: unsolved ones that wait for a replay, then fresh ones in shuffled epochs.
 
     Fresh prompts that replays displace are not lost: they come in later steps. Without replays and curriculum the
-    prompts are those of rlhf.data.prompts.PromptStream with the same seed. A curriculum passes over some of them; at
+    prompts are as of rlhf.data.prompts.PromptStream with the same seed. A curriculum passes over some of them; at
     most one epoch is passed over in a step, then those worth most are dealt.
     """
 

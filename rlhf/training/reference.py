@@ -31,7 +31,7 @@ from rlhf.section import cache_folder
 from rlhf.training.offline import completion_logprobs
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
 
-CACHE_VERSION = 1  # of the file format and of what the numbers mean; part of the key
+CACHE_VERSION = 1  # of the file format and the meaning of the numbers; part of the key
 _NAME = "logprobs"
 
 

@@ -45,7 +45,7 @@ class Collected:
     completions: Completions
     scores: Scores
     baselines: Float[Tensor, " B"]  # score of the prompt's greedy completion; zero if none was sampled
-    hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt; sampler_logprobs are then those with it
+    hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt; sampler_logprobs are then with it
     failed: Bool[Tensor, " N"]  # prompts of which no completion without a hint succeeded; none if rescue is off
     rescued: Bool[Tensor, " N"]  # prompts of which one with a hint succeeded
     shares: Float[Tensor, " N"]  # of each prompt's completions without a hint, those that succeeded; NaN: no score

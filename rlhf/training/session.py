@@ -229,7 +229,7 @@ class Interruption:
 
 @runtime_checkable
 class Budget(Protocol):
-    """A limit on a run besides its number of steps. It survives an interruption: it counts what was spent before."""
+    """A limit on a run besides its number of steps. It survives an interruption: it counts earlier costs."""
 
     @property
     def spent(self) -> bool:

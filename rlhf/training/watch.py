@@ -18,7 +18,7 @@ from rlhf.types import Completions, Scores
 
 
 def watch_metrics(proxy: Float[Tensor, " N"], watched: Float[Tensor, " N"]) -> dict[str, Mean]:
-    """Compare the scores that are trained on with those of the watching judge, on the same completions.
+    """Compare the scores that are trained on with the watching judge's, on the same completions.
 
     watch/score is the judge's mean, watch/gap the proxy's mean less the judge's, and watch/correlation Pearson's
     correlation of the two, if both vary. The gap means something if both are on one scale, as with

@@ -97,7 +97,7 @@ def _read(messages: queue.SimpleQueue[Any]) -> None:
         try:
             messages.put(pickle.load(sys.stdin.buffer))
         except (EOFError, pickle.UnpicklingError):
-            os.killpg(os.getpid(), signal.SIGKILL)  # with whatever a grader started
+            os.killpg(os.getpid(), signal.SIGKILL)  # with all that a grader has started
 
 
 def _write(answers: Any, answer: Mapping[str, Any]) -> None:

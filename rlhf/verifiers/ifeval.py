@@ -19,7 +19,7 @@ class IfevalGrader(Grader):
     """Only a completion that follows every instruction earns 1; false: the share of those that it follows."""
 
     def start(self) -> GradeFunction:
-        """Return the function that checks the instructions; the verdicts are those of the suite."""
+        """Return the function that checks the instructions; the verdicts are the suite's."""
 
         def grade(completion: str, row: Row) -> float | None:
             if row.get(KIND_COLUMN) is None:

@@ -262,5 +262,5 @@ def _within(value: int | float, limits: Mapping[str, float]) -> bool:
 
 
 def _same(value: object, allowed: object) -> bool:
-    """Compare as JSON does: true is not 1."""
+    """Compare like JSON: true is not 1."""
     return value == allowed and (isinstance(value, bool) == isinstance(allowed, bool))

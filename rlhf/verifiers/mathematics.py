@@ -55,7 +55,7 @@ class MathGrader(Grader):
     """The answer has to be announced, as in `\\boxed{42}`, `#### 42` or "the answer is 42"; false: the last number of
     the text counts if none is announced."""
     symbolic: Literal["auto", "off", "on"] = "auto"
-    """Compare by math-verify if the answer is no number: auto: if it is installed; on: refuse to start if not."""
+    """Compare by math-verify if the answer is no number. auto: if it is installed; on: refuse to start if not."""
 
     def check(self) -> None:
         """Check that math-verify is installed if `symbolic` is on.

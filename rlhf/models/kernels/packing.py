@@ -2,7 +2,7 @@
 
 Linear layers and norms see live tokens only. Attention is causal and computed per row, so no token sees another row.
 Rows of one prompt may share its tokens: each completion sees the prompt's keys, no completion sees another, and
-positions count from the prompt's first token. The results are those of a padded rectangle, to rounding.
+positions count from the prompt's first token. The results equal a padded rectangle's, to rounding.
 """
 
 from __future__ import annotations
@@ -297,8 +297,8 @@ def takes_varlen(body: nn.Module) -> bool:
 def varlen_unsupported_reason(body: nn.Module, dtype: torch.dtype) -> str:
     """Explain why attention of `body` stays in rectangles when it computes in `dtype`; empty if it need not.
 
-    Tried on a few rows: hidden states, and gradients if weights are whole, must be as near to those in the weights'
-    own dtype as they are by rectangles in `dtype`. Kernels, cards and head sizes that are not supported fail here.
+    Tried on a few rows: hidden states, and gradients if weights are whole, must be as near to the ones in the
+    weights' own dtype as by rectangles in `dtype`. Kernels, cards and head sizes that are not supported fail here.
     """
     reasons = _VARLEN_REASONS.setdefault(body, {})
     if (body.training, dtype) not in reasons:

@@ -512,7 +512,7 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream()
 
     def record(self, step: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Take the step once, which warms up what must not start in a capture, and record it; return its outputs too.
+        """Take the step once, which warms up all that may not start in a capture; record it and return its outputs too.
 
         `pool` is the memory that graphs share which are never replayed at the same time.
         """

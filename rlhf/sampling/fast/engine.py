@@ -59,7 +59,7 @@ class _RunningRows:
         return _RunningRows(*(field[index] for field in (self.row, self.token, self.position, self.drawn, self.done)))
 
     def concat(self, other: _RunningRows) -> _RunningRows:
-        """Return these rows followed by those of `other`."""
+        """Return these rows followed by the rows of `other`."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return _RunningRows(*(torch.cat(pair) for pair in pairs))
 
@@ -438,7 +438,7 @@ class FastSampler:
     def _replay(self, prompts: Prompts, key: int | None) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B T"]]:
         """Decode by recorded steps, on buffers that stay as long as the rows of a rollout fit into them.
 
-        There is one set of them, however many rows a rollout has: fewer take the steps of the next larger bucket.
+        There is one set of them for rollouts of all sizes: fewer rows take the steps of the next larger bucket.
         """
         _, prompt = unique_prompts(prompts)
         longest, length = int(prompts.prompt_mask.sum(dim=1).max()), self.config.max_new_tokens

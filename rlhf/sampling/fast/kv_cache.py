@@ -211,7 +211,7 @@ class KVCache:
             self.positions = torch.zeros(size, prompt + self.ring, dtype=torch.long, device=device)
         self.plan = PromptLayout(lanes=0, width=0, cells=None)
         self.static, self.dtype = static, dtype
-        self.layout_version = 0  # counts changes of the rows: what was recorded before a change is no longer valid
+        self.layout_version = 0  # counts changes of the rows: a step recorded before a change is no longer valid
         self._column = torch.zeros(1, dtype=torch.long, device=device)
         self._windowed: dict[int, Tensor] = {}
 

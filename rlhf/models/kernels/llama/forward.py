@@ -1,10 +1,10 @@
 """The forward pass of Llama-like models over rows without padding, written out: the modules' results in fewer steps.
 
 A layer is two halves around its attention, each with a backward pass of its own. Modules take a dozen steps, each of
-which keeps its inputs; here few passes over memory do the same, and what is cheap to recompute in the backward pass
-(norms, silu) is not kept. Matrix products are computed in the dtype `low`, which is autocast's or else the weights'
-own; norms, rotations and the residual stream are in the weights' dtype. What is between the products is in
-elementwise.py.
+which keeps its inputs; here few passes over memory do the same, and values that the backward pass recomputes cheaply
+(norms, silu) are not kept. Matrix products are computed in the dtype `low`, which is autocast's or else the weights'
+own; norms, rotations and the residual stream are in the weights' dtype. The steps between the products are
+in elementwise.py.
 
 The list of these families, with the places of their weights, is in families.py. Results that nobody reads are left out
 too: the last layer's feed-forward half is computed for the chosen tokens only.
