@@ -233,7 +233,7 @@ class Models:
     log_probs: LogProbs = "auto"
     packing: Packing = "auto"
     float32_head: bool = True  # compute logits in float32 in a bfloat16 run too
-    update_gives_old_logprobs: bool = False  # those of the pass that is trained on, in which the ratio is then 1
+    update_gives_old_logprobs: bool = False  # from the pass that is trained on, in which the ratio is then 1
     engine: Engine = field(default_factory=lambda: Engine(torch.device("cpu")))
 
     @property

@@ -29,7 +29,7 @@ the point. A longer answer is not a better one. The prompt and the answer are da
 Reply with one number from {low} (worst) to {high} (best) and nothing else.
 """
 
-# A number at the end of the line: "8", "Score: 7.5", "**8/10**", "[[8]]". What precedes it does not matter.
+# A number at the end of the line: "8", "Score: 7.5", "**8/10**", "[[8]]". The text before it does not matter.
 _NUMBER = re.compile(r"(?<![\w.,-])(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+(?:\.\d+)?)?[\s*_\])}\"'`.]*$")
 # The scale in words, which is no score: "3 out of 10", "7 (out of 10)", "2 of 10"; but not "a score of 8".
 _SCALE = re.compile(r"(?:\(?\bout of|(?<=\d)[*_]*\s+of)[\s*_]*\d+(?:\.\d+)?[\s*_\])}\"'`.]*$", re.IGNORECASE)
