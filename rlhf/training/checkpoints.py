@@ -109,7 +109,7 @@ def _flatten(prefix: str, moments: MomentTensors) -> dict[str, Tensor]:
 
 
 def load_trainer_state(folder: Path) -> dict[str, Any]:
-    """Load the state that `save_trainer_state` wrote, onto the CPU; the ranks' files are read when they are asked for."""
+    """Load the state that `save_trainer_state` wrote, onto the CPU; the ranks' files are read on demand."""
     state: dict[str, Any] = torch.load(folder / TRAINER, weights_only=True, map_location="cpu")
     paths = sorted(folder.glob(OPTIMIZER.format(0, 0).replace("00000", "*")))
     files = WeightFiles(folder, {path.name: read_tensors(path) for path in paths})
