@@ -85,7 +85,7 @@ class EnsembleLoss:
         return {"rm": float(len(batch))}
 
     def terms(self, micro: PreferencePairs) -> tuple[dict[str, Tensor], dict[str, Mean]]:
-        """Compute the loss summed over the pairs of `micro`; the metrics are those of the mean score, unweighted."""
+        """Compute the loss summed over the pairs of `micro`; the metrics are of the mean score, unweighted."""
         device = self.model.head.weight.device
         pairs = micro.to(device)
         with autocast(self.dtype, device):

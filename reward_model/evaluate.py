@@ -1,4 +1,4 @@
-"""The report card of a reward model: what predicts trouble when a policy is trained against it.
+"""The report card of a reward model: figures that predict trouble when a policy is trained against it.
 
 Accuracy with its confidence interval, bins, calibration error and correlation; of an ensemble also how far its members
 disagree, and whether that indicates where it is wrong. Beside it the baselines that a reward model must beat: the
@@ -255,7 +255,7 @@ FOLDS = 3
 
 
 def longer_wins(pairs: PairSet) -> Float[Tensor, " N"]:
-    """Return the score gaps of "longer is better": the tokens of the chosen side minus those of the rejected one."""
+    """Return the score gaps of "longer is better": the tokens of the chosen side minus the rejected one's."""
     sides = zip(pairs.chosen, pairs.rejected, strict=True)
     return torch.tensor([len(chosen) - len(rejected) for chosen, rejected in sides], dtype=torch.float64)
 
@@ -460,7 +460,7 @@ def _vary(*columns: Float[Tensor, " N"]) -> bool:
 
 @dataclass(frozen=True)
 class Auc:
-    """An area under the ROC curve with its 95 % bootstrap interval; None where nothing, or everything, is wrong."""
+    """An area under the ROC curve with its 95 % bootstrap interval; None if nothing, or everything, is wrong."""
 
     auc: float | None
     low: float | None
@@ -473,7 +473,7 @@ class EnsembleCard:
 
     `predicts_error` is the probability that the members disagree more on a pair that the ensemble's mean gets wrong
     than on one that it gets right (½: disagreement says nothing). `small_gap_predicts_error` is the same for a small
-    mean gap, which needs no ensemble: what the first has beyond the second is what the members add.
+    mean gap, which needs no ensemble: the members add the difference of the two.
     """
 
     members: int
@@ -491,7 +491,7 @@ class EnsembleCard:
 
 
 def ensemble_card(gaps: Float[Tensor, "K N"], *, seed: int) -> EnsembleCard:
-    """Compute the card from the members' gaps on held-out pairs; `seed` is that of the bootstrap over pairs.
+    """Compute the card from the members' gaps on held-out pairs; `seed` is of the bootstrap over pairs.
 
     A pair that the mean gap ties counts as wrong.
     """
@@ -510,7 +510,7 @@ def ensemble_card(gaps: Float[Tensor, "K N"], *, seed: int) -> EnsembleCard:
 
 
 def auc(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"]) -> float | None:
-    """Compute the area under the ROC curve of a score for the positive class; None where a class is empty.
+    """Compute the area under the ROC curve of a score for the positive class; None if a class is empty.
 
         AUC = P(score of a positive > score of a negative) + ½ P(they tie) = (R - n₊(n₊ + 1)/2) / (n₊ n₋)
 

@@ -203,7 +203,7 @@ def bradley_terry(
 
         L = -log σ(r_c - r_r - m) + c · (r_c + r_r)²
 
-    The first term is that of Bradley & Terry (1952) as in Stiennon et al. (2020) and Ouyang et al. (2022, eq. 1);
+    The first term is Bradley & Terry's (1952) as in Stiennon et al. (2020) and Ouyang et al. (2022, eq. 1);
     the margin m is from Touvron et al. (2023, eq. 2). Preferences determine scores only up to a constant: the second
     term, with c = `centering` (0.01 is usual), removes that freedom (Eisenstein et al. 2023). Losses are not averaged
     over the pairs of a prompt: every pair counts once.
@@ -212,7 +212,7 @@ def bradley_terry(
 
 
 def win_indicator(gaps: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """Return 1 where the chosen side scores higher (gap > 0), ½ at a tie, else 0, so a constant score wins half."""
+    """Return 1 if the chosen side scores higher (gap > 0), ½ at a tie, else 0, so a constant score wins half."""
     return torch.heaviside(gaps, torch.full_like(gaps, 0.5))
 
 

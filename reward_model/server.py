@@ -211,7 +211,7 @@ Parts = dict[str, list[float]]  # named numbers, one per row, beside the scores
 
 
 class TextScorer:
-    """Scores as RewardModelSource does: by the ids that were sent if they mean the same, otherwise by the texts."""
+    """Scores like RewardModelSource: by the ids that were sent if they mean the same, otherwise by the texts."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class TextScorer:
     def rows(self, question: ScoreRequest) -> tuple[list[TokenRow], Parts]:
         """Return the token ids to score, with rows longer than the model's context cut (see truncate_row).
 
-        Where the model has a context, the part "cut" is 1 for each row that was cut and else 0.
+        If the model has a context, the part "cut" is 1 for each row that was cut and else 0.
 
         Raises:
             DataError: the model cannot score a row; the message names it.

@@ -74,7 +74,7 @@ class RewardModelSource:
         chat: ChatFormat = OWN_TEMPLATE,
         weights: str = "auto",
     ) -> RewardModelSource:
-        """Load the reward model in a folder or under a hub id; where `engine` splits weights, its part of it.
+        """Load the reward model in a folder or under a hub id; if `engine` splits weights, its part of it.
 
         `chat` is the format of the conversations that it was trained on. With `weights` other than auto an adapter is
         not merged, and its base is shared with other models of the run.
@@ -124,7 +124,7 @@ class RewardModelSource:
         return Scores(values=values, parts=parts)
 
     def prepare(self, completions: Completions) -> tuple[Completions, dict[str, Float[Tensor, " B"]]]:
-        """Return the rows as the reward model reads them, and the parts that say what was done to them."""
+        """Return the rows as the reward model reads them, and the parts that record changes to them."""
         batch = self._replace_pads(completions) if self.same_ids else self._reencode(completions)
         return self._cut_to_context(batch)
 

@@ -3,7 +3,7 @@
 A run passes through these packages, top to bottom; imports point down only:
 
     cli, commands       the `rlhf` program
-    api                 what this package exports: its verbs as Python functions
+    api                 the exports of this package: its verbs as Python functions
     comparison          several algorithms on one budget under one judge
     labelling           completions and a judge to preference pairs
     factory             from a configuration to the objects of a run
@@ -20,8 +20,8 @@ A run passes through these packages, top to bottom; imports point down only:
     config              YAML to frozen, typed sections
     teachers            states to a teacher's next-token distributions
     environments        actions to observations and rewards, over several turns
-    rewards             completions to scores: each source is its section and what scores
-    serving             sampling servers: settings, and what each kind is asked over HTTP
+    rewards             completions to scores: each source is its section and its scorer
+    serving             sampling servers: settings, and the requests to each kind over HTTP
     algorithms          one file each: settings, equation, usual ranges, presets
     algo                the mathematics that they share: tensors in, tensors out
     verifiers           programs that grade one completion by its row, in child processes
@@ -75,7 +75,7 @@ OWNERS = {
     "plan": "rlhf.api.planning",
     "reward_check": "rlhf.api.reward_checking",
 }
-"""Modules that define what this package exports, where it is not rlhf.api.runs."""
+"""The modules that define exported names, besides rlhf.api.runs."""
 
 
 def __dir__() -> list[str]:
@@ -84,7 +84,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what defines a name when it is first used: it needs torch, which `rlhf --help` and a mistake do not."""
+    """Import the module of a name at its first use: most need torch, whose import would delay `rlhf --help`."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(OWNERS.get(name, "rlhf.api.runs")), name)

@@ -25,7 +25,7 @@ NO_FLOAT64 = frozenset({"mps"})  # the types of devices whose tensors cannot be 
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """Return the widest floating-point type of a device: float64, or float32 where there is no float64."""
+    """Return the widest floating-point type of a device: float64, or float32 if it has no float64."""
     return torch.float32 if device.type in NO_FLOAT64 else torch.float64
 
 
@@ -71,7 +71,7 @@ class Batch:
         return counts.sum(dim=0)
 
     def to(self: B, device: torch.device | str) -> B:
-        """Return the batch with its tensors on `device`; float64 becomes float32 where the device has no float64.
+        """Return the batch with its tensors on `device`; float64 becomes float32 if the device has no float64.
 
         To a GPU all of them go in one copy that does not wait; see rlhf.batching.
         """

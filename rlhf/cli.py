@@ -31,7 +31,7 @@ rlhf train  configs/ppo.yaml data.prompts.path=… reward.source.path=runs/rewar
 rlhf compare configs/lab/compare_quick.yaml       several algorithms, one budget, one judge, one page
 rlhf eval   runs/ppo
 rlhf eval   runs/ppo --suite ifeval --data …       an alignment evaluation; rlhf eval --help lists them
-rlhf chat   runs/ppo                              a conversation, where the model has a chat template
+rlhf chat   runs/ppo                              a conversation, if the model has a chat template
 rlhf sample runs/ppo --prompt "…"
 rlhf report runs/ppo
 rlhf push   runs/ppo owner/name --dry-run         the model to the hub, with a card; --dry-run prints the card
@@ -178,7 +178,7 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 
 
 def _setting_keys(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    """Return the settings of the file on the command line that begin with what was typed."""
+    """Return the settings of the file on the command line that begin with the typed text."""
     from rlhf.config.load import dump, load_any
     from rlhf.tracking.trackers import flatten
 
@@ -215,7 +215,7 @@ def _shut_down_distributed() -> None:
 
 
 class _Version(argparse.Action):
-    """Prints the versions that a report of an error needs; reading them is left until they are asked for."""
+    """Prints the versions that a report of an error needs; it reads them only when they are asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib.metadata import version
@@ -228,7 +228,7 @@ class _Version(argparse.Action):
 
 
 class _SuiteNames(argparse.HelpFormatter):
-    """Adds the names of the suites to the help of --suite; to import them is left until the help is asked for."""
+    """Adds the names of the suites to the help of --suite; it imports them only when the help is asked for."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.dest != "suite":
@@ -263,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_overrides(
     verb: argparse.ArgumentParser, text: str = "settings that override the file's, e.g. policy.lr=1e-6"
 ) -> None:
-    """Add the settings that a verb takes after what it reads."""
+    """Add the settings that a verb takes after its inputs."""
     verb.add_argument("overrides", nargs="*", metavar="key=value", default=[], help=text)
 
 
@@ -394,7 +394,7 @@ def _add_quickstart(quickstart: argparse.ArgumentParser) -> None:
 
 
 def _add_address(server: argparse.ArgumentParser, *, port: int, clients: str) -> None:
-    """Add the arguments that say where a server listens, and what its clients send."""
+    """Add the arguments for the address of a server, and for the token of its clients."""
     server.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
     )
@@ -471,7 +471,7 @@ def _add_launch(launch: argparse.ArgumentParser) -> None:
 
 
 AddArguments = Callable[[argparse.ArgumentParser], None]
-_ARGUMENTS: dict[str, tuple[str, str | None, AddArguments]] = {  # verb -> help, what it reads, its other arguments
+_ARGUMENTS: dict[str, tuple[str, str | None, AddArguments]] = {  # verb -> help, its inputs, its other arguments
     "train": (
         "train a model as a configuration file says: SFT, or any online or offline algorithm",
         "file",
@@ -506,7 +506,7 @@ _ARGUMENTS: dict[str, tuple[str, str | None, AddArguments]] = {  # verb -> help,
 }
 
 
-# Each verb checks its configuration before importing what runs it (torch and transformers take seconds), so that a
+# Each verb checks its configuration before importing its code (torch and transformers take seconds), so that a
 # mistake is reported at once.
 
 

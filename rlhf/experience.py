@@ -1,4 +1,4 @@
-"""From a rollout to what the update reads: token rewards, advantages and returns, and the rows that are trained on."""
+"""From a rollout to the input of the update: token rewards, advantages and returns, and the rows to train on."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def compute_advantages(
 ) -> Experience:
     """Compute the rewards, advantages and returns of a whole step, with statistics over all of its rows.
 
-    Where `ratio_cap` is given, the completions come from an older policy, and the advantages are weighted by
-    their ratios to it, truncated at that cap; where `trace_cap` is given too, V-trace with these two caps corrects
-    advantages and returns instead; where `correction` is given, advantages have its weights. Those of rows that were
-    sampled with a hint are weighted as algorithm.rescue says.
+    If `ratio_cap` is given, the completions come from an older policy, and the advantages are weighted by
+    their ratios to it, truncated at that cap; if `trace_cap` is given too, V-trace with these two caps corrects
+    advantages and returns instead; if `correction` is given, advantages have its weights. The advantages of rows
+    that were sampled with a hint are weighted by algorithm.rescue.
     """
     mask = rollout.action_mask
     penalty = _reward_penalty(rollout, algorithm, coefs)
@@ -68,11 +68,11 @@ def compute_advantages(
 
 
 def select_training_rows(experience: Experience, algorithm: Online) -> Experience | SampledPairs:
-    """Select what the update trains on: the rows with a token in the loss, or pairs of rows.
+    """Select the input of the update: the rows with a token in the loss, or pairs of rows.
 
     A row of a dropped group, or one that was cut off and masked, adds nothing to any sum or denominator: it takes no
     forward pass, and minibatches are drawn from the others. A critic learns from every row. There may be no pairs and
-    no kept rows; where a group algorithm has dropped everything, all rows are returned, and have a gradient of zero.
+    no kept rows; if a group algorithm has dropped everything, all rows are returned, and have a gradient of zero.
     """
     is_in_no_loss = algorithm.value_loss is None and (algorithm.drop_uniform_groups or algorithm.mask_truncated)
     return algorithm.advantage.select(experience, drops_rows=is_in_no_loss)

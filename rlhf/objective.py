@@ -1,4 +1,4 @@
-"""The online objective: surrogate, KL penalty, entropy bonus and value loss, as the algorithm's configuration says.
+"""The online objective of a configured algorithm: surrogate, KL penalty, entropy bonus and value loss.
 
 A loss is a sum over tokens divided by a denominator of the whole minibatch: micro-batches and ranks change nothing.
 """
@@ -23,12 +23,12 @@ from rlhf.types import Experience
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What the trained models compute for a micro-batch."""
+    """The outputs of the trained models for a micro-batch."""
 
     logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
     values: Float[Tensor, "B T"]
-    teacher: Float[Tensor, "K B T"] | None = None  # what the loss's `against_teacher` gave, if it reads a teacher
+    teacher: Float[Tensor, "K B T"] | None = None  # the result of the loss's `against_teacher`, if it reads a teacher
 
 
 class Objective:
@@ -109,8 +109,8 @@ class Objective:
         """Weight the penalty so that its expected gradient, over tokens of mu, is the gradient of KL(pi || pi_ref).
 
         With rho = pi / mu, mu the sampler: pi_old, or an older policy, or a server. The mean of k3 is the KL, so its
-        weight is differentiated too:  grad E_mu[rho k3] = grad KL.  The mean of k2 is not, but the mean of its gradient
-        is the KL's, so its weight is detached:  E_mu[sg(rho) grad k2] = grad KL.
+        weight is differentiated too:  grad E_mu[rho k3] = grad KL.  Of k2 only the mean gradient equals the KL's,
+        so its weight is detached:  E_mu[sg(rho) grad k2] = grad KL.
         """
         return penalty * (ratio if self.algorithm.kl.estimator == "k3" else ratio.detach())
 

@@ -1,7 +1,7 @@
 """Plug-ins: modules of the user's that define choices of their own (losses, advantages, rewards, suites, alarms).
 
-A plug-in is listed under `plugins:` in a configuration, as a file or as the name of a module. To import it is to
-register its classes: they are then valid wherever the classes of this package are.
+A plug-in is listed under `plugins:` in a configuration, as a file or as the name of a module. Its import
+registers its classes: a configuration can then name them like the classes of this package.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def silence_libraries() -> None:
 
 
 def silence_loggers() -> None:
-    """Turn off advice that libraries log when transformers imports them, whoever called it."""
+    """Turn off advice that libraries log when any caller imports transformers."""
     for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).addFilter(_is_an_error)
 
@@ -34,7 +34,7 @@ def _is_an_error(record: logging.LogRecord) -> bool:
 
 
 def stop_with_input() -> None:
-    """Send SIGTERM (save and stop) to this process when its standard input ends: whoever wrote to it has ended."""
+    """Send SIGTERM (save and stop) to this process when its standard input ends, as its writer has then ended."""
 
     _when_input_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
@@ -53,8 +53,8 @@ def _when_input_ends(then: Callable[[], None]) -> None:
 def supervise(command: Sequence[str], *, grace_s: float = 10.0) -> int:
     """Run a command until it ends, or until this process's standard input ends or SIGTERM comes; return its exit code.
 
-    Whoever started this process holds the other end of the input, so that the command does not outlive it, however it
-    ends. The command and what it starts get SIGTERM, and after `grace_s` seconds SIGKILL. On Windows only the command
+    The process that started this one holds the other end of the input, so that the command ends with it in any
+    case. The command and its children get SIGTERM, and after `grace_s` seconds SIGKILL. On Windows only the command
     is killed.
     """
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -71,12 +71,12 @@ def supervise(command: Sequence[str], *, grace_s: float = 10.0) -> int:
     threading.Thread(target=end, daemon=True).start()
     _when_input_ends(over.set)
     code = child.wait()
-    _end_group(child, by_force=True)  # what it has left behind
+    _end_group(child, by_force=True)  # the children that it has left behind
     return code
 
 
 def _end_group(child: subprocess.Popen[bytes], *, by_force: bool) -> None:
-    """End a process and what it has started; on Windows, which has no process groups, the process alone."""
+    """End a process and its children; on Windows, which has no process groups, the process alone."""
     if not hasattr(os, "killpg"):
         child.kill()
         return

@@ -1,8 +1,8 @@
 """The base classes of sections: frozen, closed to unknown keys, documented by their attribute docstrings.
 
 A section owns what it configures. A choice (a loss, an advantage, a reward source, a suite) is a `Choice`: a class with
-its settings, what it computes, its usual ranges and its rules. To define the class is to add it to its family; nothing
-else has to know its name.
+its settings, its computation, its usual ranges and its rules. Defining the class adds it to its family; no other
+code has to know its name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Value = float | str
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rule may need besides the section that it judges."""
+    """The facts that a rule may need besides the section that it judges."""
 
     parameters: float | None = None  # of the model that is trained; None: not known before it is loaded
     run: Any = None  # the whole configuration of the run
@@ -54,12 +54,12 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A check of a section. An error will not learn or may lose data; a warning is outside what the source reports."""
+    """A check of a section. An error will not learn or may lose data; a warning is outside the source's reports."""
 
     name: str
     level: Level
     key: str  # relative to the section; of a run's own rule the full key
-    violation: Callable[[Any, Facts], Value | None]  # the offending value; None where the setting is fine
+    violation: Callable[[Any, Facts], Value | None]  # the offending value; None if the setting is fine
     reason: str
     source: str
     fix: str
@@ -112,7 +112,7 @@ C = TypeVar("C", bound="Choice")
 
 
 def cache_folder(configured: str | None, environment: Mapping[str, str]) -> Path:
-    """Return the folder of what runs share: `configured`, or the user's cache."""
+    """Return the folder that runs share: `configured`, or the user's cache."""
     if configured is not None:
         return Path(configured).expanduser()
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlhf"
@@ -127,7 +127,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True)
 
     lint_rules: ClassVar[tuple[Rule, ...]] = ()
-    """What `rlhf lint` checks of this section beyond the usual ranges of its fields."""
+    """The rules by which `rlhf lint` checks this section, beyond the usual ranges of its fields."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -152,7 +152,7 @@ def _numeric_fields(section: type[Section]) -> frozenset[str]:
 
 
 def _plain_kinds(annotation: Any) -> Iterator[Any]:
-    """Yield what an annotation is made of: int and None for Annotated[int, ...] | None."""
+    """Yield the parts of an annotation: int and None for Annotated[int, ...] | None."""
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is Annotated:
         arguments = arguments[:1]
@@ -249,7 +249,7 @@ class OneOf:
     """Marks a field that holds a member of a family: `loss: Annotated[PairLoss, OneOf("dpo")]`.
 
     The members are looked up when a value is validated, so a class that is defined later is a choice too. `default` is
-    the type of settings that name none; None: they have to. `only` limits the members to those for which it holds.
+    the type of settings that name none; None: they have to. `only` limits the members to the ones for which it holds.
     """
 
     default: str | None = None
@@ -273,7 +273,7 @@ class OneOf:
                 exclude_defaults=info.exclude_defaults,
                 exclude_none=info.exclude_none,
             )
-            return {"type": section.type, **dumped}  # also where it is unset, as in a section made by its class
+            return {"type": section.type, **dumped}  # also if it is unset, as in a section made by its class
 
         return core_schema.no_info_plain_validator_function(
             validate, serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True)
@@ -340,7 +340,7 @@ def walk(section: Section, path: str = "") -> Iterator[tuple[str, Section]]:
 
 @dataclass(frozen=True)
 class Needed:
-    """Marks a field that has to be set; where it is not, the error says `<key> is missing: <reason>`."""
+    """Marks a field that has to be set; if it is not, the error says `<key> is missing: <reason>`."""
 
     reason: str
 

@@ -2,7 +2,7 @@
 
 Axes: B rows, P prompt tokens (left-padded), T completion tokens (right-padded), G completions per prompt.
 Every `[B, T]` tensor is aligned with `completion_ids`: entry t belongs to completion token t. Masks are Bool and True
-where live. Without a critic the values are zero, without a reference the KL is zero. Optional is what episodes add.
+for live tokens. Without a critic the values are zero, without a reference the KL. Optional fields are for episodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf.batching import Batch
 
 
 class StopReason(IntEnum):
-    """Why an episode ended; a completion without an environment is finished or cut, which `finished` says."""
+    """The reasons for the end of an episode; without an environment `finished` says whether a completion was cut."""
 
     NONE = 0  # a completion without an environment
     TERMINATED = 1  # the environment said that the task is over
@@ -28,7 +28,7 @@ class StopReason(IntEnum):
     MAX_TURNS = 3  # environment.max_turns
     MAX_TOKENS = 4  # environment.max_tokens leaves no room for another action
     CONTEXT = 5  # the model's context leaves no room for another action
-    ERROR = 6  # the environment raised, hung, or returned what is no step
+    ERROR = 6  # the environment raised, hung, or returned something that is no step
 
     @property
     def cuts(self) -> bool:
@@ -63,7 +63,7 @@ class Completions(Prompts):
     episode_turns: Int[Tensor, "B T"] | None = None  # of an action token its turn, from 0
     episode_rewards: Float[Tensor, "B T"] | None = None  # of a turn, on the last of its action tokens
     episode_stops: Int[Tensor, " B"] | None = None  # of each row its StopReason
-    # which tokens could be drawn (algo.support.pack), where sampling leaves some out; None: all
+    # which tokens could be drawn (algo.support.pack), if sampling leaves some out; None: all
     sampler_support: UInt8[Tensor, "B T W"] | None = None
 
     @property
@@ -112,22 +112,22 @@ class Rollout(Completions):
     """Completions with their scores, log-probabilities and values, all computed before any update."""
 
     scores: Float[Tensor, " B"]  # one per completion, after shaping
-    baselines: Float[Tensor, " B"]  # score of the prompt's greedy completion (ReMax); zero where none was sampled
+    baselines: Float[Tensor, " B"]  # score of the prompt's greedy completion (ReMax); zero if none was sampled
     logprobs: Float[Tensor, "B T"]  # log pi_old: the policy at the start of this step; nats
     ref_logprobs: Float[Tensor, "B T"]  # the policy's own when there is no reference: zero KL
     values: Float[Tensor, "B T"]  # V of the state in which token t is chosen; zero when there is no critic
     hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt, which is not in prompt_ids (algorithm.rescue)
     hint_weights: Float[Tensor, "B T"] | None = None  # importance weights of hinted rows; 1 elsewhere. None: 1 for all
-    final_values: Float[Tensor, " B"] | None = None  # V after the last action; 0 where all ended. None: 0 for all
+    final_values: Float[Tensor, " B"] | None = None  # V after the last action; 0 for ended rows. None: 0 for all
     process_rewards: Float[Tensor, "B T"] | None = None  # of steps, at their last tokens (reward.process); None: off
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(Rollout):
-    """A rollout with token rewards, advantages and returns: what the update reads."""
+    """A rollout with token rewards, advantages and returns: the input of the update."""
 
-    loss_mask: Bool[Tensor, "B T"]  # tokens in the loss: action_mask minus what the algorithm leaves out
-    rewards: Float[Tensor, "B T"]  # score on the last token of its turn, minus the KL penalty where it is placed here
+    loss_mask: Bool[Tensor, "B T"]  # tokens in the loss: action_mask without the tokens that the algorithm leaves out
+    rewards: Float[Tensor, "B T"]  # score on the last token of its turn, minus the KL penalty if it is placed here
     advantages: Float[Tensor, "B T"]  # zero outside the mask; hint_weights are in them
     returns: Float[Tensor, "B T"]  # the critic's target
     value_weights: Float[Tensor, "B T"] | None = None  # of hinted rows in the critic's loss. None: 1 for all
@@ -140,7 +140,7 @@ class Demonstrations(Batch):
     prompt_ids: Int[Tensor, "B P"]
     prompt_mask: Bool[Tensor, "B P"]
     completion_ids: Int[Tensor, "B T"]
-    completion_mask: Bool[Tensor, "B T"]  # True where live
+    completion_mask: Bool[Tensor, "B T"]  # True if live
     loss_mask: Bool[Tensor, "B T"]  # tokens in the loss; a subset of completion_mask
 
 
@@ -176,7 +176,7 @@ class AnnotatedPairs(PreferencePairs):
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """The log-probabilities and lengths of one side of each pair: what a pair loss reads."""
+    """The log-probabilities and lengths of one side of each pair: the input of a pair loss."""
 
     logprobs: Float[Tensor, " B"]  # log pi, summed over tokens
     ref_logprobs: Float[Tensor, " B"]  # 0 if the loss reads no reference

@@ -26,7 +26,7 @@ def target_of(function: Callable[..., Any]) -> str:
     """Return a target that `load_function` resolves: the import path, or a name that is valid in this process only.
 
     A function of a module has an import path. A lambda, a method of an object, a function inside another one, and
-    whatever is defined in a notebook or a script has none.
+    any function of a notebook or a script have none.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     is_plain = bool(module) and module != "__main__" and name.isidentifier()
@@ -43,7 +43,7 @@ def target_of(function: Callable[..., Any]) -> str:
 
 
 def source_of(target: str) -> str:
-    """Return the source of a function that was given as an object; empty for other targets, and where it has none."""
+    """Return the source of a function that was given as an object; empty for other targets, and if it has none."""
     try:
         return inspect.getsource(_OBJECTS[target])
     except (KeyError, OSError, TypeError):
@@ -62,7 +62,7 @@ def load_function(target: str, *, what: str = "reward", error: type[UserError] =
 
     Args:
         target: the import path, or a result of `target_of` in the same process.
-        what: what the function is for, in messages.
+        what: the purpose of the function, in messages.
 
     Raises:
         UserError: there is no such module, file or function, or its import fails; of the class `error`.
@@ -86,7 +86,7 @@ def load_function(target: str, *, what: str = "reward", error: type[UserError] =
 def check_target(target: str, *, what: str, error: type[UserError]) -> None:
     """Check that a target path/to/file.py:function names a file that parses and defines the name; nothing is run.
 
-    So a slip is told before the file's imports (torch, say) take seconds. Other targets are not looked at.
+    So a mistake is reported before the file's imports (torch, say) take seconds. Other targets are not looked at.
 
     Raises:
         UserError: there is no such file, it cannot be parsed, or it defines no such name; of the class `error`.
@@ -139,7 +139,7 @@ def load_module(location: str, *, what: str, error: type[UserError]) -> ModuleTy
 
     Args:
         location: package.module, or path/to/file.py.
-        what: what the module is for, in messages.
+        what: the purpose of the module, in messages.
 
     Raises:
         UserError: there is no such module or file, or its import fails; of the class `error`.
@@ -152,7 +152,7 @@ def _load_module(name: str, what: str, error: type[UserError]) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as missing:
-            # Only if the requested module is the missing one: what that module itself fails to import is another error.
+            # Only if the requested module is the missing one: a failed import inside that module is another error.
             if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
                 raise
             raise error(
@@ -189,7 +189,7 @@ def checked_per_token(function: Callable[..., Any], what: str, *, finite: bool =
     """Wrap a loss or an advantage of the user: its result has to be a tensor of the shape of its argument `mask`.
 
     Args:
-        what: what it is, in messages.
+        what: a name for the function, in messages.
         finite: NaN and infinity at a live token are an error too.
 
     Raises:
@@ -216,7 +216,7 @@ def checked_per_token(function: Callable[..., Any], what: str, *, finite: bool =
 
 
 def check_values(values: Any, count: int, what: str) -> Tensor:
-    """Return what a loss computed, if it is a value for each of `count` rows.
+    """Return the result of a loss, if it is a value for each of `count` rows.
 
     Raises:
         ConfigError: it is not.

@@ -2,8 +2,8 @@
 # Build sdist and wheel, install the wheel into a new environment outside the checkout, and run the program there.
 #   bash scripts/check_wheel.sh            help, configurations, SFT and a comparison of two steps each
 #   bash scripts/check_wheel.sh --full     also the quickstart and the tests of the Python interface; minutes
-# Dependencies are borrowed from .venv (PYTHON=... names another interpreter that has those of the extra dev), so that
-# what is checked is this project's wheel, and nothing is downloaded.
+# Dependencies are borrowed from .venv (PYTHON=... names another interpreter that has the extra dev's), so that
+# only this project's wheel is checked, and nothing is downloaded.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -20,7 +20,7 @@ trap 'rm -rf "$work"' EXIT
 step() { printf 'check_wheel: %s\n' "$*" >&2; }
 
 step "building"
-# From the sdist, as `python -m build` does it: a file that the sdist lacks is then missed here too.
+# From the sdist, like `python -m build`: a file that the sdist lacks is then missed here too.
 "$python" -m build --no-isolation --outdir "$work/dist" "$root" >"$work/build.log" 2>&1 || { cat "$work/build.log" >&2; exit 1; }
 
 step "installing $(basename "$work"/dist/*.whl)"

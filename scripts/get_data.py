@@ -40,7 +40,7 @@ Writer = Callable[[Files], Iterator[tuple[str, bytes]]]
 
 
 class GetDataError(Exception):
-    """A source cannot be reached, or is not the file that it was."""
+    """A source cannot be reached, or its file has changed."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A public data set: where it comes from, what may be done with it, and how its rows are written."""
+    """A public data set: its sources, its licence, and the form of its rows."""
 
     about: str
     licence: str
@@ -91,7 +91,7 @@ def split(rows: Sequence[JsonRow], key: Callable[[JsonRow], str], *, parts: int)
 
 
 def write_unchanged(files: Files) -> Iterator[tuple[str, bytes]]:
-    """Yield the source's files as they are."""
+    """Yield the source's files unchanged."""
     yield from files.items()
 
 
@@ -136,8 +136,8 @@ def write_paradetox(files: Files) -> Iterator[tuple[str, bytes]]:
     """Yield a pair for each human rewrite, and the rows of the stages of a chain, whose sentences are disjoint.
 
     train.jsonl and test.jsonl hold all pairs. The sentences of train.jsonl are shared out: sft.jsonl,
-    preferences.jsonl with eval_preferences.jsonl, prompts.jsonl and dev_sentences.jsonl; test_sentences.jsonl has those
-    of test.jsonl. style_preferences.jsonl is preferences.jsonl without the pairs that ask for the meaning.
+    preferences.jsonl with eval_preferences.jsonl, prompts.jsonl and dev_sentences.jsonl; test_sentences.jsonl has the
+    sentences of test.jsonl. style_preferences.jsonl is preferences.jsonl without the pairs that ask for the meaning.
     """
     table = csv.DictReader(io.StringIO(files["paradetox.tsv"].decode()), delimiter="\t", quoting=csv.QUOTE_NONE)
     texts: dict[str, list[str]] = {}
@@ -325,7 +325,7 @@ WRITERS: Mapping[str, Writer] = {
     "truthfulqa": write_truthfulqa,
     "stories": write_stories,
 }
-"""The data sets that are not written as their files are."""
+"""The data sets whose files are not written unchanged."""
 
 
 def read_data_sets() -> dict[str, DataSet]:
@@ -366,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table() -> str:
-    """Return one line for each data set: name, size of the download, licence, what it is."""
+    """Return one line for each data set: name, size of the download, licence, description."""
     return "\n".join(
         f"{name:19} {data.size / 1e6:4.1f} MB  {data.licence}: {data.about}" for name, data in DATA_SETS.items()
     )
@@ -424,7 +424,7 @@ def download(source: RemoteFile, name: str) -> bytes:
 
 
 def describe(name: str) -> str:
-    """Return the README of a data set: what it is, its licence, and where it was fetched."""
+    """Return the README of a data set: its description, its licence, and its addresses."""
     data = DATA_SETS[name]
     lines = [f"- {source.url}\n  SHA-256 {source.sha256}" for source in data.sources]
     paper = f"https://aclanthology.org/{data.paper}" if "acl" in data.paper else f"https://arxiv.org/abs/{data.paper}"

@@ -199,7 +199,7 @@ def hints_of(kind: type[Section]) -> dict[str, Any]:
 
 
 def settings() -> Iterator[Setting]:
-    """Yield every setting of every variant; a key occurs several times where variants share its name."""
+    """Yield every setting of every variant; a key occurs several times if variants share its name."""
     for _, root in ROOTS:
         for shape in shapes(root):
             for key in shape.keys:
@@ -320,7 +320,7 @@ def _meaning(section: type[Section], name: str) -> str:
 
 
 def _plain_default(info: FieldInfo) -> object:
-    """Return the default as plain data; for a section, only what the default itself sets."""
+    """Return the default as plain data; for a section, only the keys that the default itself sets."""
     if info.is_required():
         return PydanticUndefined
     if isinstance(info.default, Section):

@@ -42,7 +42,7 @@ def _measured() -> Iterator[str]:
 
 
 def _arm(name: str) -> dict[str, Any]:
-    """Return what a comparison measured of a recipe."""
+    """Return the measurements of a recipe in a comparison."""
     other = {"sft": "_first", "online_dpo": "_online_dpo"}.get(name, "")
     file = RESULTS / f"compare_smollm2{other}.json"
     arm: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["arms"][name]

@@ -83,7 +83,7 @@ def _fields(models: tuple[type[BaseModel], ...], classes: dict[str, str]) -> dic
 
 
 def _type(annotation: Any, classes: dict[str, str]) -> str:
-    """Write an annotation; sections become a TypedDict of their own, and what is more complicated becomes Any."""
+    """Write an annotation; sections become a TypedDict of their own, and more complicated types become Any."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         if issubclass(annotation, Choice):
             return "Any"

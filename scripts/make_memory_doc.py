@@ -123,7 +123,7 @@ def measured_on_a_gpu(runs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def within(runs: list[dict[str, Any]]) -> list[str]:
-    """Count the runs whose plan is within 10 % of what was measured."""
+    """Count the runs whose plan is within 10 % of the measurement."""
     return [str(sum(abs(row["error"]) <= 0.1 for row in runs))]
 
 

@@ -21,11 +21,11 @@ GROUPS = {
     "kl": """\
 Two KLs: to the *reference*, per sequence; to the *old* policy at the start of the step, per token.
 
-`kl/reference`, and `kl/teacher` with `opd` and `minillm`, are estimated from the sampled tokens. Where another
+`kl/reference`, and `kl/teacher` with `opd` and `minillm`, are estimated from the sampled tokens. If another
 distribution has sampled them (`overlap.ahead`, servers), each token is weighted by policy / sampler: this estimates the
 policy's KL of the next token in the states that the sampler visits, which is not negative. The policy's own states may
 differ; `eval/kl_exact` has these. `kl/old` is not weighted: it is a mean over the sampler's tokens. With
-`sampling.top_p`, `top_k` or `min_p`, policy, reference and sampler are those among the tokens left.""",
+`sampling.top_p`, `top_k` or `min_p`, policy, reference and sampler are distributions over the tokens left.""",
     "policy": "The policy's update.",
     "critic": "The value function. With `critic.shared`, gradient norm and learning rate are the policy's.",
     "advantage": "The advantages.",

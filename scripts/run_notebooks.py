@@ -1,4 +1,4 @@
-"""Run notebooks and write what their cells print and show into them:  python scripts/run_notebooks.py [NOTEBOOK ...]
+"""Run notebooks and write the outputs of their cells into them:  python scripts/run_notebooks.py [NOTEBOOK ...]
 
 Without arguments it runs all of notebooks/. Each runs in a new process, in a folder of its own that is then removed. In
 it is a link to models/ of the checkout, which python scripts/get_smollm2.py fills.
@@ -50,7 +50,7 @@ def fill(path: Path) -> None:
 
 
 def run_cell(source: str, names: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    """Run one cell; return its outputs in the notebook format: what it printed, and its last value."""
+    """Run one cell; return its outputs in the notebook format: its printed text, and its last value."""
     body = ast.parse(source).body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
     printed, value = io.StringIO(), None
@@ -89,7 +89,7 @@ def show(value: Any) -> dict[str, list[str]]:
 
 
 def lines(text: str) -> list[str]:
-    """Split a text as the notebook format has it."""
+    """Split a text in the way of the notebook format."""
     return text.splitlines(keepends=True)
 
 

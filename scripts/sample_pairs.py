@@ -39,7 +39,7 @@ PROMPTS_AT_ONCE = 128
 def pairs(
     config: TrainConfig, completions: int, limit: int | None, *, min_gap: float = 0.0
 ) -> Iterator[dict[str, Any] | None]:
-    """Yield a pair for each prompt; None where no two nonempty completions differ in score by more than `min_gap`."""
+    """Yield a pair for each prompt; None if no two nonempty completions differ in score by more than `min_gap`."""
     if not isinstance(config, OnlineConfig):
         raise ConfigError("pairs need data.prompts and reward.source: name an online configuration, such as PPO's")
     writer = Completer(config.policy.model, config.sampling, chat=config.data.chat_format)

@@ -44,7 +44,7 @@ make_venv() {
     "$python" -m venv "$venv"
 }
 
-# What an installation depends on: the place, the requirements, the versions.
+# The inputs of an installation: the place, the requirements, the versions.
 fingerprint() { { echo "$root"; cat "$root/pyproject.toml" "$root/constraints.txt"; } | sha256sum | cut -d' ' -f1; }
 
 # The stamp's first line is the fingerprint, the others the extras that are installed.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install what the tests need, then run them; options go to pytest, e.g.  bash scripts/test.sh -m slow tests/learning
+# Install the packages of the tests, then run them; options go to pytest, e.g.  bash scripts/test.sh -m slow tests/learning
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -225,7 +225,7 @@ def test_the_plan_on_a_gpu() -> None:
 def test_the_step_of_8_billion_weights() -> None:
     text, cpu, gpu = page("docs/memory.md"), read("eight_billion.json"), read("eight_billion_h200.json")
     gb = 2**20 / 1e9
-    on_cpu = r"Its peak was ([\d.]+) GB, where the plan says ([\d.]+)\. It took (\d+) minutes, and loading (\d+)"
+    on_cpu = r"Its peak was ([\d.]+) GB; the plan says ([\d.]+)\. It took (\d+) minutes, and loading (\d+)"
     (shown,) = re.findall(on_cpu, text)
     values = [cpu["peak_mb"] * gb, cpu["planned_mb"] * gb, cpu["step_s"] / 60, cpu["loading_s"] / 60]
     assert wrong(list(shown), values) == []

@@ -1,8 +1,8 @@
-"""What stands between an action and the next one: the tokens of an observation, as the chat template writes them.
+"""The tokens between an action and the next one: an observation, as the chat template writes it.
 
-History is never tokenized again: the policy continues the very tokens that it has drawn. So the template is asked once
-what it writes after an assistant's turn, as the difference of two renderings of made-up conversations, and has to write
-the same whatever came before.
+History is never tokenized again: the policy continues the very tokens that it has drawn. So the template's text
+after an assistant's turn is found once, as the difference of two renderings of made-up conversations; it has to be the
+same after any turns.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Bridge:
     """Writes observations as the tokens that follow an action."""
 
     encoder: Encoder
-    head: str  # what the template writes after an assistant's turn, before a user's text
-    tail: str  # what it writes after that, up to where the assistant's next turn begins
+    head: str  # the template's text after an assistant's turn, before a user's text
+    tail: str  # its text after that, up to the beginning of the assistant's next turn
     end_id: int | None  # the token that ends an assistant's turn; None if none does
 
     def tokens(self, observation: str | Sequence[Message], last: int, *, role: str = "user") -> list[int]:
-        """Encode an observation, with what the template puts around it; `last` is the last token of the action.
+        """Encode an observation, with the template's text around it; `last` is the last token of the action.
 
         An action that was cut, or that ended with another stop token, gets the template's end of turn first. Special
         tokens that the observation spells out are ordinary text.
@@ -58,7 +58,7 @@ class Bridge:
         return [*end, *ids, *(self.encoder.continuation(tail) if tail else [])]
 
     def _written(self, text: str, contents: Sequence[object]) -> list[int]:
-        """Encode what the template wrote for messages; a content in it that spells special tokens is ordinary text."""
+        """Encode the template's text for messages; a content in it that spells special tokens is ordinary text."""
         ids: list[int] = []
         for content in contents:
             if not isinstance(content, str) or not any(token in content for token in self.encoder.template.specials):
@@ -81,10 +81,10 @@ class Bridge:
 
 
 def make_bridge(encoder: Encoder) -> Bridge:
-    """Find what the template writes between two turns, and check that it is always the same.
+    """Find the template's text between two turns, and check that it is always the same.
 
     Raises:
-        ConfigError: it depends on what came before, as in templates that drop earlier thoughts.
+        ConfigError: it depends on earlier text, as in templates that drop earlier thoughts.
     """
     if not encoder.template.turns:
         return Bridge(encoder, "", "", None)
@@ -107,7 +107,7 @@ def _histories() -> list[list[Message]]:
 
 
 def _difference(encoder: Encoder, messages: list[Message], history: int) -> str:
-    """Return what a template writes for messages after an assistant's turn, up to where its next turn begins.
+    """Return a template's text for messages after an assistant's turn, up to the beginning of its next turn.
 
     Raises:
         ConfigError: the template refuses the messages, or writes the turn differently once they follow.

@@ -219,7 +219,7 @@ def split_answer(conversation: list[Message], name: str) -> tuple[list[Message],
     """Split off the last message, which must be an assistant message with text or tool calls.
 
     Raises:
-        BadRow: it is not.
+        BadRow: it is another message.
     """
     *before, last = conversation
     check_answer(last, name)
@@ -230,7 +230,7 @@ def check_answer(message: Message, name: str) -> None:
     """Check that the message is an assistant message with text or tool calls.
 
     Raises:
-        BadRow: it is not.
+        BadRow: it is another message.
     """
     if message["role"] != "assistant":
         raise BadRow(f"the last message of {name} is not the assistant's")
@@ -269,7 +269,7 @@ def without_final_answers(conversation: list[Message], name: str) -> list[Messag
     """Return the conversation without the assistant messages at its end.
 
     Raises:
-        BadRow: what is left is not a prompt for the assistant.
+        BadRow: the rest is not a prompt for the assistant.
     """
     end = len(conversation)
     while end and conversation[end - 1]["role"] == "assistant":

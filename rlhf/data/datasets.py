@@ -40,7 +40,7 @@ def _permutation(n: int, seed: int, epoch: int) -> Sequence[int]:
     # For a given seed Python guarantees the same random() sequence across versions, but not the same shuffle().
     draw = random.Random(f"{seed}/{epoch}").random
     keys = [draw() for _ in range(n)]
-    return array("q", sorted(range(n), key=keys.__getitem__))  # 8 bytes a row, where integers of Python take 36
+    return array("q", sorted(range(n), key=keys.__getitem__))  # 8 bytes a row; integers of Python take 36
 
 
 def epoch_order(n: int, batch_size: int, seed: int, step: int) -> list[int]:
@@ -106,7 +106,7 @@ class HasPrompt(Protocol):
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """Return what follows the prompt."""
+        """Return the completions that follow the prompt."""
 
 
 T = TypeVar("T", bound=HasPrompt)
@@ -142,7 +142,7 @@ class RowPipeline(Generic[T, S]):
     """How the rows of one use become a data set: parsed, rendered as text, encoded, fitted to a length, put together.
 
     Attributes:
-        config: the section; where it has a part, only rows whose place (`place_of`) is in it are used.
+        config: the section; if it has a part, only rows whose place (`place_of`) is in it are used.
         use: the use of the rows, which determines the formats they may have.
         encoder: renders and encodes the rows.
         fit: makes encoded rows fit their limit; raises BadRow for an unusable row, returns None for one it left out.
@@ -233,7 +233,7 @@ def _key(parsed: HasPrompt) -> str:
 
 
 def digest_of(entries: Iterable[Entry[Any]]) -> str:
-    """Compute the SHA-256 digest of encoded rows: what each row says, its token ids, and their order."""
+    """Compute the SHA-256 digest of encoded rows: the text and token ids of each, and their order."""
     digest = hashlib.sha256()
     for usable, ids in entries:
         digest.update(repr(usable.parsed).encode("utf-8", "backslashreplace"))
@@ -319,7 +319,7 @@ def check_ids(ids: EncodedRow) -> None:
     """Check that the prompt has a token, and every completion a token besides its EOS.
 
     Raises:
-        BadRow: one of them has not.
+        BadRow: one of them has none.
     """
     if not ids.prompt:
         raise BadRow("empty prompt, and the tokenizer puts no token before a text")

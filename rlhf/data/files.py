@@ -39,9 +39,9 @@ _SPLIT_NAMES = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
 def unreadable_errors() -> tuple[type[Exception], ...]:
-    """Return what is raised where rows cannot be read. An `except` clause asks only once something is.
+    """Return the exceptions that mean unreadable rows. An `except` clause asks only when one was raised.
 
-    With Arrow, `datasets` takes 80 MB and a second: it is imported only where rows are not JSON lines, or unreadable.
+    With Arrow, `datasets` takes 80 MB and a second: it is imported only if rows are not JSON lines, or unreadable.
     """
     import pyarrow
     from datasets.exceptions import DatasetsError
@@ -151,7 +151,7 @@ def _check_one_form(files: list[Path], folder: Path) -> None:
     """Check that files do not hold the same rows twice.
 
     Raises:
-        DataError: they have several formats, or one is there compressed and not.
+        DataError: they have several formats, or one is there twice, compressed and plain.
     """
     if len({file_format(p) for p in files}) > 1 or len({p.name.removesuffix(".gz") for p in files}) < len(files):
         raise DataError(
@@ -384,7 +384,7 @@ def _open_bytes(path: Path) -> BufferedIOBase:
 
 
 class TableReader:
-    """Reads rows of a table from a number on; memory holds the rows of one read and what the table buffers."""
+    """Reads rows of a table from a number on; memory holds the rows of one read and the table's buffers."""
 
     def __init__(self, name: str, rows_from: Callable[[int], Iterator[Mapping[str, object]]]) -> None:
         self.name, self.rows_from = name, rows_from
@@ -434,13 +434,13 @@ class LazyDataset:
         self._reader: tuple[int, JsonlReader | TableReader] | None = None
 
     def read(self, cursor: Cursor, count: int, skips: RowCounts) -> tuple[list[DataRow], Cursor | None]:
-        """Read `count` lines or rows of one file, or what is left of it.
+        """Read `count` lines or rows of one file, or the rest of it.
 
         Returns:
             The readable rows with their columns renamed, and the place after them; None at the end of the data set.
 
         Raises:
-            DataError: a file cannot be read, or has no column to rename; a malformed row where these are fatal.
+            DataError: a file cannot be read, or has no column to rename; a malformed row if these are fatal.
         """
         if cursor.file >= len(self.files):
             return [], None
@@ -504,7 +504,7 @@ def _readable(name: str) -> Iterator[None]:
 
 
 def _open(config: DatasetConfig) -> list[tuple[str, Any]]:
-    """Return the names and the files of a data set, or the data set of `datasets` that it is."""
+    """Return the names and the files of a data set, or of one that `datasets` reads its name and rows."""
     path = Path(config.path).expanduser()
     if path.is_dir() and is_saved_folder(path):
         return [(str(path), load_saved(path, config.split))]

@@ -2,8 +2,8 @@
 
 Every source is an endless sequence of rows: its rows in the order of one epoch after another. Which source the next row
 comes from is a function of the row's number (`QuotaSchedule`), and which row of the source that is, of the seed and
-of how many rows were drawn from it before. So batch k is a function of seed and k, whatever was read before; a run
-that continues needs no saved order. What a checkpoint keeps of a streamed source, where in its files it was, saves
+of how many rows were drawn from it before. So batch k is a function of seed and k, after any earlier reads; a run
+that continues needs no saved order. A checkpoint keeps the place of a streamed source in its files; this saves
 reading them again from the beginning, and changes no row.
 """
 
@@ -64,7 +64,7 @@ class MemorySource(Generic[T]):
 
 @dataclass(frozen=True)
 class BlockStart:
-    """Where a block of a streamed source begins: its number, the usable and skipped rows before it, its cursor."""
+    """The beginning of a block of a streamed source: its number, the usable and skipped rows before it, its cursor."""
 
     number: int = 0
     usable: int = 0
@@ -74,7 +74,7 @@ class BlockStart:
 
 @dataclass(frozen=True)
 class Block(Generic[T]):
-    """The usable rows of consecutive lines of a source, and where the next block begins; None after the last one."""
+    """The usable rows of consecutive lines of a source, and the start of the next block; None after the last one."""
 
     start: BlockStart
     rows: tuple[Entry[T], ...]
@@ -258,7 +258,7 @@ class StreamedSource(Generic[T]):
         if length == 0:
             self.counts.require_rows()
         if self._length is None and tell:
-            is_whole = self.counts.used == length  # a resumed run has no reasons for what was skipped before
+            is_whole = self.counts.used == length  # a resumed run has no reasons for rows skipped before
             total = f"{self.counts.source}: {length:,} rows used, {skipped:,} skipped"
             self.report(f"{self.counts.summary() if is_whole else total}. Read to its end")
         self._length, self._total_skipped = length, skipped
@@ -325,7 +325,7 @@ class MixedStream(Generic[T, S]):
         return rows.collate(list(range(len(rows))))
 
     def first(self, count: int) -> S:
-        """Return the first rows of the mixture, as a data set, at most `count` and one epoch where that is known."""
+        """Return the first rows of the mixture, as a data set, at most `count` and one epoch if its length is known."""
         known = self.steps_per_epoch * self.rows_per_step  # 13 / 23 · 23 is less than 13
         return self._select(range(round(min(count, known))))
 
@@ -356,7 +356,7 @@ class MixedStream(Generic[T, S]):
         return MixedStream(sources, self.schedule, self.rows_per_step, self.collect)
 
     def report_to(self, report: Callable[[str], None]) -> None:
-        """Send what streamed sources have to say of their rows to `report`."""
+        """Send the remarks of streamed sources about their rows to `report`."""
         for source in self.sources.values():
             if isinstance(source, StreamedSource):
                 source.report = report
@@ -383,7 +383,7 @@ class MixedStream(Generic[T, S]):
             if isinstance(source, StreamedSource) and name in state and not source.restore(state[name]):
                 changed.append(
                     f"warning: the files of {name}, or its shuffle_buffer, are not those that the run began with: its "
-                    "rows are counted anew, and differ from those of an uninterrupted run"
+                    "rows are counted anew, and differ from an uninterrupted run's"
                 )
         return changed
 
@@ -403,7 +403,7 @@ class MixedStream(Generic[T, S]):
 
 
 def source_seed(seed: int, name: str) -> int:
-    """Derive the seed of a source's order, which does not depend on what other sources there are."""
+    """Derive the seed of a source's order, which does not depend on the other sources."""
     return derive_seed(seed, "source", name)
 
 
@@ -436,7 +436,7 @@ def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
 class QuotaSchedule:
     """The endless sequence of sources in which every source has its share, of any beginning and of any window.
 
-    With k sources of shares w_1, …, w_k the sequence is that of Tijdeman (1980, "The chairman assignment problem"): row
+    With k sources of shares w_1, …, w_k this is Tijdeman's sequence (1980, "The chairman assignment problem"): row
     n (from 1) goes to the source i for which, among those with
 
         n·w_i − x_i ≥ 1 / (2k − 2),         x_i: rows of source i among the first n − 1

@@ -65,9 +65,9 @@ class Lookups:
     """The answers to whether models and data files exist, each path and hub id looked up once."""
 
     later: Path | None = None
-    """A folder that is made before the runs begin: what is in it is not looked up."""
+    """A folder that is made before the runs begin: its content is not looked up."""
     prefix: str | None = None
-    """How names begin of files that are made before the runs begin."""
+    """The beginning of the names of files that are made before the runs."""
     _models: dict[str, str | None] = field(default_factory=dict)
     _data: dict[str, str | None] = field(default_factory=dict)
 
@@ -122,7 +122,7 @@ def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None
     Other names than paths are hub ids; the hub is asked for each of them once, with a time limit.
 
     Args:
-        lookups: what is known of paths and hub ids already, when several runs are checked; new answers are added.
+        lookups: the answers for paths and hub ids until now, when several runs are checked; new answers are added.
 
     Raises:
         ConfigError: run.out_dir cannot be written.
@@ -229,7 +229,7 @@ def _ask_hub(name: str, ask: Callable[[], object], local: str, kind: str) -> str
         return f"{name!r} is neither a {local} here nor a {kind} on the hub (or it is private: `hf auth login`)"
     except OfflineModeIsEnabled:
         return f"{name!r} is neither a {local} here nor in the hub's cache, and HF_HUB_OFFLINE is set"
-    except Exception as error:  # whatever the HTTP client of the day raises
+    except Exception as error:  # any error of the HTTP client
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return f"{name!r} is no {local} here, and the hub could not be asked for it: {line}"
     return None

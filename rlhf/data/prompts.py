@@ -1,6 +1,6 @@
 """Prompts to sample completions for, and an endless stream of them that a resumed run continues exactly.
 
-A prompt may have hints: the texts of a row's columns, put into it as algorithm.rescue says.
+A prompt may have hints: the texts of a row's columns, put into it by algorithm.rescue.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PromptSet:
     references: tuple[Mapping[str, object], ...]
     pad_id: int
     skips: RowCounts
-    hinted: tuple[tuple[list[int], ...], ...] = ()  # each prompt with each hint; no ids where it cannot have it
+    hinted: tuple[tuple[list[int], ...], ...] = ()  # each prompt with each hint; no ids if it cannot have it
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -54,7 +54,7 @@ class PromptSet:
     def collate_hinted(self, indices: Sequence[int], number: int) -> tuple[Prompts, Bool[Tensor, " B"]]:
         """Collate the prompts at `indices` with hint `number` (from 1) in them, and flag those that have it.
 
-        The others stay plain. Row ids and references are those of `collate`.
+        The others stay plain. Row ids and references are as in `collate`.
         """
         ids = [self.hinted[i][number - 1] for i in indices]
         plain = self.collate(indices)
@@ -102,7 +102,7 @@ def prompt_pipeline(
 ) -> RowPipeline[PromptText, PromptSet]:
     """Describe how rows become prompts, each of which leaves room for `max_new_tokens` in the model's `context`.
 
-    Every prompt is also encoded with each of the `hints`, which algorithm.rescue gives.
+    Every prompt is also encoded with each of the `hints` of algorithm.rescue.
 
     Raises:
         DataError: `max_new_tokens` leaves no room for a prompt.
@@ -147,7 +147,7 @@ def _fit_prompt(
 
 
 def _limit(config: PromptsConfig, context: int | None, max_new_tokens: int) -> LengthLimit:
-    """Build the limit: the configured one, or what the new tokens leave of the model's context if that is less."""
+    """Build the limit: the configured one, or the model's context less the new tokens, if that is less."""
     if context is None or context - max_new_tokens >= config.max_prompt_tokens:
         return LengthLimit(config.max_prompt_tokens, "max_prompt_tokens", config.too_long)
     if context <= max_new_tokens:
@@ -220,7 +220,7 @@ def encode_hints(
     max_tokens: int,
     skips: RowCounts,
 ) -> tuple[tuple[list[int], ...], ...]:
-    """Encode every row's prompt with each of the hints; NO_HINT where a row cannot have it, which `skips` counts.
+    """Encode every row's prompt with each of the hints; NO_HINT if the row cannot have it, which `skips` counts.
 
     Raises:
         DataError: no row has a text in the column of one of the hints.

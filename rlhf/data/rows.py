@@ -126,7 +126,7 @@ class RowCounts:
         """Check that at least one row was used.
 
         Raises:
-            DataError: none was.
+            DataError: no row was used.
         """
         if self.used:
             return

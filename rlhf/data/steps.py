@@ -2,7 +2,7 @@
 
     {"prompt": "2 + 3 * 4 = ?", "completions": ["3 * 4 = 12", "2 + 12 = 14"], "labels": [true, true]}
 
-The columns are those of TRL's stepwise rows. A label is true or false, or a probability from 0 to 1, such as the share
+The columns are as in TRL's stepwise rows. A label is true or false, or a probability from 0 to 1, such as the share
 of continuations that end at the right answer (Wang et al. 2024, Math-Shepherd).
 """
 
@@ -35,7 +35,7 @@ class StepText:
 
 @dataclass(frozen=True)
 class EncodedSteps:
-    """The token ids of a solution, and where its steps end."""
+    """The token ids of a solution, and the ends of its steps."""
 
     prompt: list[int]
     completion: list[int]
@@ -43,7 +43,7 @@ class EncodedSteps:
 
 
 class StepEncoder:
-    """Encodes a prompt and its steps, each followed by the separator: in training, and where steps are graded."""
+    """Encodes a prompt and its steps, each followed by the separator: for training and for grading."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, separator: str) -> None:
         """Encode with a tokenizer.
@@ -108,7 +108,7 @@ def load_steps(
 ) -> StepSet:
     """Load and encode the rows with step labels of a data set, each within `config.max_tokens` and `context` tokens.
 
-    A row that is too long loses its last steps where `config.too_long` is truncate.
+    A row that is too long loses its last steps if `config.too_long` is truncate.
 
     Raises:
         DataError: the data set cannot be read, or no row is usable.

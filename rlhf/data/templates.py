@@ -1,7 +1,7 @@
 """Render conversations with the chat template, and find where each assistant turn begins and ends in the text.
 
-An assistant turn is what the model would have to generate after the generation prompt: it begins where that prompt
-ends, and ends with the template's end-of-turn token. What follows that token (a line break, another special token) is
+An assistant turn is the text for the model to generate after the generation prompt: it begins where that prompt
+ends, and ends with the template's end-of-turn token. Text after that token (a line break, another special token) is
 never trained on. docs/decisions/011-turns.md describes how templates are handled that rewrite earlier turns or open a
 thought.
 """
@@ -150,7 +150,7 @@ def _first_marker(header: str, renderer: TemplateRenderer) -> str:
 
 
 def is_written_out(text: str, template: Template, bos: str | None) -> bool:
-    """Return whether a text has the template's turns written out already: it begins as a turn does, or BOS and that."""
+    """Return whether a text has the template's turns written out already: it begins like a turn, maybe after BOS."""
     bare = text.lstrip()
     body = bare.removeprefix(bos).lstrip() if bos else bare
     return bare.startswith(template.starts) or body.startswith(template.starts)
@@ -158,7 +158,7 @@ def is_written_out(text: str, template: Template, bos: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt and its completions as text; prompt + completion is what the model reads."""
+    """A prompt and its completions as text; the model reads prompt + completion."""
 
     prompt: str
     completions: tuple[str, ...]
@@ -237,13 +237,13 @@ class TemplateRenderer:
         return TurnText(before, text + self._turn_ending(conversation))
 
     def _turn_ending(self, conversation: Sequence[Message]) -> str:
-        """Return what the template writes after an answer, up to and including its end-of-turn token."""
+        """Return the template's text after an answer, up to and including its end-of-turn token."""
         whole = self.write([*conversation, assistant_turn(_PROBES[0])], answer=False)
         after = whole[whole.rfind(_PROBES[0]) + len(_PROBES[0]) :]
         return after[: turn_end(after, self.template)]
 
     def _header(self, before: str, conversation: Sequence[Message]) -> str | None:
-        """Return the start that the generation prompt shares with the answered conversation, whatever the answer.
+        """Return the start that the generation prompt shares with the answered conversation, for any answer.
 
         None if they differ before the assistant's turn: then the template rewrites the prompt itself.
         """
@@ -282,7 +282,7 @@ class TemplateRenderer:
             raise BadRow("the chat template refuses the conversation", str(error)[:100]) from error
 
     def _apply(self, source: str, given: list[Message], *, answer: bool, marks: bool) -> tuple[str, list[Span]]:
-        """Apply the template; where it cannot take the arguments of a tool call as an object, it gets their text."""
+        """Apply the template; if it cannot take the arguments of a tool call as an object, it gets their text."""
         try:
             result: Any = render_jinja_template(
                 [given],
@@ -344,7 +344,7 @@ def render(
 ) -> Rendered:
     """Render a prompt and its completions as text; a completion is the assistant's text, or messages it begins.
 
-    The completion is what the template writes after the prompt, up to the end of its last turn.
+    The completion is the template's text after the prompt, up to the end of its last turn.
 
     Raises:
         BadRow: the template refuses the conversation, or renders the prompt of two completions differently.
@@ -415,7 +415,7 @@ def _render_side(writer: TemplateRenderer, prompt: Sequence[Message], side: Sequ
 def _find_turns(writer: TemplateRenderer, conversation: Sequence[Message], turns: Sequence[int]) -> CompletionText:
     """Render a conversation up to the last of `turns` (message numbers of assistant turns), and find their spans.
 
-    A turn is what the template writes when the conversation ends there.
+    A turn is the template's text if the conversation ends there.
 
     Raises:
         RewrittenTurn: an earlier turn is rendered differently in the whole conversation.
@@ -495,7 +495,7 @@ def ignored_fields(writer: TemplateRenderer, conversation: Sequence[Message], wr
 def _fields_without_effect(
     writer: TemplateRenderer, conversation: Sequence[Message], names: Sequence[str]
 ) -> list[str]:
-    """Return those of the fields `names`, and "tools", without which the template renders the same text.
+    """Return the fields among `names`, and "tools", without which the template renders the same text.
 
     A field without which it refuses the conversation (Mistral's tool_call_id) has an effect.
     """

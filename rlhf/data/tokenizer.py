@@ -39,7 +39,7 @@ from rlhf.errors import DataError, ModelError, install_hint
 from rlhf.types import Completions
 
 ADAPTER = "adapter_config.json"
-TOKENIZER_FILES = (  # of all tokenizer classes of transformers; a folder has those of its class
+TOKENIZER_FILES = (  # of all tokenizer classes of transformers; a folder has the files of its class
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -61,7 +61,7 @@ _SHOWN = 8  # at most this many file names of a folder in a message
 
 @dataclass(frozen=True)
 class ModelLocation:
-    """What `from_pretrained` takes: a folder or hub id, and the name of the GGUF file in the folder, if it is one."""
+    """The arguments of `from_pretrained`: a folder or hub id, and for a GGUF file its name in the folder."""
 
     name: str
     gguf: str | None = None
@@ -183,7 +183,7 @@ def _format_names(files: list[Path]) -> str:
 
 
 CUT_OFF = (struct.error, IndexError)
-"""What reading a GGUF file raises if its header ends too early."""
+"""The errors of reading a GGUF file whose header ends too early."""
 
 
 def cut_off_reason(error: Exception) -> str:
@@ -277,7 +277,7 @@ def _appended(tokenizer: PreTrainedTokenizerBase, vocabulary: dict[str, int]) ->
 def tokenizer_of_text(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Return a tokenizer that encodes the appended tokens as ordinary text; every other text gets the same ids.
 
-    It is `tokenizer` itself where nothing is appended, and otherwise a copy without these tokens.
+    It is `tokenizer` itself if nothing is appended, and otherwise a copy without these tokens.
     """
     appended = appended_tokens(tokenizer)
     if not appended:
@@ -326,7 +326,7 @@ BYTE_END = "<|end of the completion|>"  # ends a completion of the byte tokenize
 
 @cache
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Return a tokenizer of bytes: what a reward source needs to read texts that no policy wrote.
+    """Return a tokenizer of bytes, for a reward source that reads texts of no policy.
 
     No reward model shares its vocabulary, so each reads the texts by its own tokenizer and chat template.
     """
@@ -436,14 +436,14 @@ def truncate_start(ids: list[int], excess: int, head: int) -> list[int] | None:
     return [*ids[:head], *kept] if kept and excess >= 0 else None
 
 
-# Put before a completion, so that what a tokenizer adds to the start of a text is not added to the completion.
+# Put before a completion, so that a tokenizer's addition to the start of a text is not added to the completion.
 _STARTS = ("\n", ".", ":", "a", "1")
 _PROBES = ("x", " x", "x y", "\nx", '"x')
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer and a chat template, with what is known about how the tokenizer treats the start of a text."""
+    """A tokenizer and a chat template, with the tokenizer's treatment of the start of a text, as far as known."""
 
     tokenizer: PreTrainedTokenizerBase
     reader: PreTrainedTokenizerBase  # encodes text: without tokens that models have no embedding for
@@ -505,7 +505,7 @@ class Encoder:
         return self._tokenize([text])[0]
 
     def continuation(self, text: str) -> list[int]:
-        """Encode a text that continues another one, without what the tokenizer puts at the start of a text."""
+        """Encode a text that continues another one, without the tokenizer's addition to the start of a text."""
         if not self.start:
             return self.text(text)
         (ids,) = self._tokenize_continuations([text])

@@ -1,4 +1,4 @@
-"""Start a run: its folder, the checkpoint to resume, its engine, and what it says at the start."""
+"""Start a run: its folder, the checkpoint to resume, its engine, and its messages at the start."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ POSITIONS = "data.json"  # in a checkpoint: where the streamed sources are
 
 @dataclass
 class RunContext:
-    """What a run has before its models are built."""
+    """The parts of a run that exist before its models."""
 
     config: TrainConfig | RewardModelConfig
     folder: RunFolder
@@ -87,7 +87,7 @@ class RunContext:
 
     @property
     def is_other_run(self) -> bool:
-        """Return whether checkpoint.resume=always continues the weights of a run with settings that it did not have."""
+        """Return whether checkpoint.resume=always continues the weights of a run with other settings."""
         return any(not change.is_allowed for change in self.changed)
 
     @property
@@ -116,7 +116,7 @@ class RunContext:
             raise
 
     def identify(self, key: str, digest: str | None, *, may_change: bool = False) -> None:
-        """Record the content of an input in the run's state, and check that it is what the run began with.
+        """Record the content of an input in the run's state, and check that it is the same as at the run's beginning.
 
         Args:
             key: the setting that names the input, such as policy.model or data.prompts.
@@ -124,7 +124,7 @@ class RunContext:
             may_change: a change is a warning even if checkpoint.resume is not always.
 
         Raises:
-            CheckpointError: it is not, and checkpoint.resume is not always.
+            CheckpointError: it has changed, and checkpoint.resume is not always.
         """
         before = self.recorded.get(key)
         digest = before if digest is None else digest
@@ -192,7 +192,7 @@ class RunContext:
         return recorder, health
 
     def _note_warm_up(self, total_steps: int) -> None:
-        """Note a warm-up that covers the run, where only the rows tell how many steps its epochs are."""
+        """Note a warm-up that covers the run, if only the rows tell how many steps its epochs are."""
         schedule = self.config.schedule
         if schedule.steps is None and schedule.warmup_steps >= total_steps:
             self.note(
@@ -224,7 +224,7 @@ class RunContext:
         return recorder
 
     def _report_to(self, recorder: Recorder, messages: Sequence[str]) -> None:
-        """Note what the setup has to tell, and let the streams tell what comes."""
+        """Note the messages of the setup, and let the streams note later ones."""
         for stream in self.streams.values():
             stream.report_to(recorder.note)
         for message in [*self.notes, *self.engine.notes, *messages]:
@@ -331,7 +331,7 @@ def _warnings(config: TrainConfig | RewardModelConfig) -> list[str]:
 
 
 def _sharing_notes(config: TrainConfig | RewardModelConfig, ranks: Distributed) -> list[str]:
-    """Say that several processes share a step, where the configuration does not ask for it."""
+    """Say that several processes share a step, if the configuration does not ask for it."""
     if ranks.world == 1 or config.sharding.mode != "none":
         return []
     return [f"{ranks.world} processes and sharding=none: they share the rows of a step, as with sharding=ddp"]
@@ -341,10 +341,10 @@ def _check_memory(config: TrainConfig | RewardModelConfig, engine: Engine) -> li
     """Check that the device has the memory that the run needs in any case; a run that is resumed has run before.
 
     Returns:
-        What the memory would allow.
+        A note of the larger passes that the memory would allow, if any.
 
     Raises:
-        ConfigError: it has not; the message is the plan, and what to change.
+        ConfigError: it has less; the message is the plan, and the settings to change.
     """
     memory = engine.total_memory()
     if memory is None or (Path(config.run.out_dir) / "checkpoints").is_dir():
@@ -383,7 +383,7 @@ def _find_newest(
 def run_facts(
     config: TrainConfig | RewardModelConfig, *, repeats_prompts: bool = False, leaves_out_template: bool = False
 ) -> RunFacts:
-    """Return what the limits of alarms depend on besides the metrics."""
+    """Return the facts that the limits of alarms depend on besides the metrics."""
     if isinstance(config, RewardModelConfig):
         return RunFacts(
             is_rounded=config.model.dtype == "bfloat16", evaluates_once=config.eval.every == 0, on_data=True

@@ -52,7 +52,7 @@ def build_prompts(
 ) -> PromptBatches:
     """Build the stream of prompts; each prompt of a mixture has its source's name in its reference, `prompt_source`.
 
-    `hints` are those of algorithm.rescue, which needs one data set that is read whole.
+    `hints` come from algorithm.rescue, which needs one data set that is read whole.
     """
     pipeline = prompt_pipeline(
         config, tokenizer, chat_template=chat, context=model_context, max_new_tokens=max_new_tokens, hints=hints

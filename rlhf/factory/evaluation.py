@@ -68,7 +68,7 @@ class PairwiseComparison:
 class PolicyComparison:
     """The result of `rlhf eval`: metrics of the run and of the other model (`reference`), and their comparison.
 
-    `win_rate`, `length_controlled` and `difference` are None where there are no scores.
+    `win_rate`, `length_controlled` and `difference` are None if there are no scores.
     """
 
     prompts: int
@@ -80,7 +80,7 @@ class PolicyComparison:
     difference: Interval | None
     pairwise: PairwiseComparison | None = None
     rows: list[dict[str, object]] = field(default_factory=list)  # one per pair judged: prompt, texts, both verdicts
-    notes: tuple[str, ...] = ()  # what the reader has to know of the models
+    notes: tuple[str, ...] = ()  # remarks on the models for the reader
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def load_model_for_suite(settings: Suite, path: str, *, like: Subject | None = N
 
 
 def evaluate_suite(settings: Suite, subject: Subject, task: str) -> SuiteResult:
-    """Run a suite on a model; `task` is what follows the colon in the suite's name, else empty."""
+    """Run a suite on a model; `task` is the text after the colon in the suite's name, else empty."""
     context = SuiteContext(
         load=lambda path: load_model_for_suite(settings, path, like=subject),
         build_source=lambda config: build_source(

@@ -115,7 +115,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def note_export(session: Session) -> None:
-    """Tell at the end of a run what the dtype of the exported weights does to the training, if there is a loss."""
+    """Tell at the end of a run the loss of training by the dtype of the exported weights, if there is one."""
     record = session.ranks.on_main(lambda: read_export(session.recorder.folder.path))
     text = None if record is None else record.summary()
     if text is not None:

@@ -1,4 +1,4 @@
-"""Import what a run names of the user's code and check how it is called, before anything slow is done."""
+"""Import the user's code that a run names and check its arguments, before anything slow is done."""
 
 from __future__ import annotations
 

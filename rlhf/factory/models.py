@@ -87,7 +87,7 @@ def continued_adapter(config: PolicyConfig) -> Path | None:
 
 
 def policy_alone(policy: CausalLM, config: PolicyConfig, engine: Engine, *, temperature: float) -> Models:
-    """Return the models of a run that has only a policy so far, computed as the section of the policy says."""
+    """Return the models of a run that has only a policy so far, with the settings of the policy's section."""
     return Models(
         policy=policy,
         temperature=temperature,
@@ -165,9 +165,9 @@ def reference_weights(config: TrainConfig) -> str:
 
 
 def keep_reference_in_bfloat16(models: Models) -> None:
-    """Convert a separate reference's matrices to bfloat16 where that changes no result; see `keep_in_bfloat16`.
+    """Convert a separate reference's matrices to bfloat16 if that changes no result; see `keep_in_bfloat16`.
 
-    One that shares its base with another model, or whose weights the configuration says how to keep, stays as it is.
+    A reference that shares its base with another model, or whose `weights` are configured, stays unchanged.
     """
     is_ours = models.reference is not None and not bases_of(models.engine).holds(models.reference)
     if models.reference is not None and is_ours and not models.engine.splits_weights:
@@ -244,7 +244,7 @@ def make_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]],
 
 
 def read_export_origin(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
-    """Read what an export copies from the folder of the configured model."""
+    """Read the files that an export copies from the folder of the configured model."""
     start = model_folder(config.model)
     return read_origin(start, config.tokenizer or start, tokenizer, trust_remote_code=config.trust_remote_code)
 
@@ -259,6 +259,6 @@ def export(
     origin: Origin,
     config: PolicyConfig,
 ) -> None:
-    """Export the trained policy, or its moving average if there is one, as `config` says."""
+    """Export the trained policy, or its moving average if there is one, by the settings `config`."""
     with nullcontext() if ema is None else ema.applied():
         export_policy(policy, tokenizer, folder, engine, origin, config.export_dtype, config.export)

@@ -1,6 +1,6 @@
 """Build an offline run from its configuration: SFT, and DPO and related losses on preference data.
 
-The reference of such a run is loaded where it is needed; rlhf.training.reference asks it.
+The reference of such a run is loaded if it is needed; rlhf.training.reference asks it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class OfflineTask:
 
     loss: Loss
     data: Callable[[int], Batch]  # the batch of a step
-    sources: Callable[[int], tuple[str, ...]] | None = None  # the source of each row of a step, where they are measured
+    sources: Callable[[int], tuple[str, ...]] | None = None  # the source of each row of a step, if they are measured
     steps_per_epoch: float
     held_out: HeldOut  # metrics of the current policy; empty without held-out data
     show: tuple[str, ...]  # metrics for the progress display
@@ -134,7 +134,7 @@ class TrainingData(Generic[B]):
     def of(
         cls, stream: BatchStream[B] | MixedStream[Any, Any], batch: Callable[[int], B] | None = None
     ) -> TrainingData[B]:
-        """Build it from a stream; `batch` makes the batch of a step where that is not the stream's own."""
+        """Build it from a stream; `batch` makes the batch of a step if that is not the stream's own."""
         sources = stream.names if isinstance(stream, MixedStream) else None
         return cls(batch or stream.batch, stream.steps_per_epoch, sources)
 
@@ -364,7 +364,7 @@ TASKS: dict[str, Callable[..., OfflineTask]] = {
     "pairs": pairs_task,
     "labelled": labelled_task,
 }
-"""What builds the task of a loss, by what a row of its data is."""
+"""The function that builds the task of a loss, by the kind of its rows."""
 
 
 def attach_reference(

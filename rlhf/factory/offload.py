@@ -21,7 +21,7 @@ def build_offload(
 
     Args:
         context: the run's context; its engine knows the frozen models.
-        sampler: what samples, without a wrapper.
+        sampler: the sampler itself, without a wrapper.
     """
     store = store_of(context.engine.device)
     if store is None:

@@ -117,7 +117,7 @@ def _copy_weights(source: Sequence[Tensor], target: CausalLM) -> None:
 
 
 def _keep_weights(source: CausalLM, target: CausalLM) -> Callable[[], None]:
-    """Keep copies of the source's weights, and return what puts them into the target."""
+    """Keep copies of the source's weights, and return a function that puts them into the target."""
     kept = [weight.detach().clone() for weight in source.parameters()]
     return lambda: _copy_weights(kept, target)
 
@@ -148,11 +148,11 @@ def build_online(config: OnlineConfig, view: View | None = None) -> OnlineRun:
 
 @dataclass(frozen=True)
 class _Models:
-    """The models of a run and what samples, scores and trains them."""
+    """The models of a run, and the objects that sample, score and train."""
 
     models: Models
     sampler: Sampler
-    episodes: EpisodeSampler | None  # the sampler, where an environment answers the policy
+    episodes: EpisodeSampler | None  # the sampler, if an environment answers the policy
     offload: Offload
     source: RewardSource
     cost: RewardSource | None  # of reward.cost
@@ -226,7 +226,7 @@ class _Feed:
 
 
 def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> _Models:
-    """Build the models, sampler and reward of a run, and restore what the checkpoint has of them."""
+    """Build the models, sampler and reward of a run, and restore their state from the checkpoint."""
     models = build_online_models(config, context, tokenizer)
     fast_ways = None if context.engine.splits_weights else models.fast_ways()
     source = build_source(config.reward.source, tokenizer, context.engine, context.notes.append, leaves_out=True)
@@ -266,7 +266,7 @@ def _build_models(config: OnlineConfig, context: RunContext, tokenizer: PreTrain
 
 
 def _start_coefficients(algorithm: Online, state: TrainState) -> None:
-    """Set what an algorithm adapts while it runs to where it begins, and forget the best checkpoint."""
+    """Set the coefficients that an algorithm adapts to their start, and forget the best checkpoint."""
     state.kl_coef = algorithm.kl.coef
     state.penalty_coef = algorithm.policy_loss.start_coef
     state.multiplier = 0.0 if algorithm.lagrange is None else algorithm.lagrange.start
@@ -276,7 +276,7 @@ def _start_coefficients(algorithm: Online, state: TrainState) -> None:
 
 
 def _build_cost(config: OnlineConfig, context: RunContext, tokenizer: PreTrainedTokenizerBase) -> RewardSource | None:
-    """Build the source of costs, whose weights the run records as it does those of the reward; None without one."""
+    """Build the source of costs, whose weights the run records like the reward's; None without one."""
     if config.reward.cost is None:
         return None
     identify_source(config.reward.cost.source, context, "reward.cost.source")
@@ -284,7 +284,7 @@ def _build_cost(config: OnlineConfig, context: RunContext, tokenizer: PreTrained
 
 
 def _make_reward(config: OnlineConfig, context: RunContext, built: _Models) -> RewardSource:
-    """Return what is trained on: the shaped scores, combined with the costs if the run limits them."""
+    """Return the reward to train on: the shaped scores, combined with the costs if the run limits them."""
     shaped = ShapedReward(built.source, config.reward.shaping, config.sampling.max_new_tokens)
     if built.cost is None:
         return shaped
@@ -294,7 +294,7 @@ def _make_reward(config: OnlineConfig, context: RunContext, built: _Models) -> R
 
 
 def _combination(lagrange: Lagrange, state: TrainState) -> Combine:
-    """Return what combines score and cost, by the multiplier that the run has at the time of the call."""
+    """Return the function that combines score and cost, by the multiplier that the run has at the time of the call."""
 
     def combine(scores: Tensor, costs: Tensor) -> Tensor:
         return lagrange.combine(scores, costs, lagrange.in_use(state.multiplier, violation=state.violation))

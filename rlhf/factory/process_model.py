@@ -79,7 +79,7 @@ def _build(config: RewardModelConfig, context: RunContext) -> OfflineRun:
 def _load_rows(
     data: RewardModelDataConfig, context: RunContext, read: Callable[[PreferencesConfig], StepSet]
 ) -> tuple[StepSet, StepSet | None]:
-    """Load the rows to train on and the held-out ones, and report what was left out of each."""
+    """Load the rows to train on and the held-out ones, and report the rows left out of each."""
     rows = read(data.preferences)
     context.rows_read("preferences", rows.skips)
     check_kinds(rows)

@@ -1,4 +1,4 @@
-"""What follows the training of a reward model: calibration, export, report card.
+"""The steps after the training of a reward model: calibration, export, report card.
 
 An ensemble of separate reward models is one run for each member, in a folder that names them all.
 """
@@ -49,7 +49,7 @@ class RewardModelRun:
     config: RewardModelConfig
     model: ScalarHeadModel
     tokenizer: PreTrainedTokenizerBase
-    load_pairs: Callable[[], PairSet]  # what was trained on; of a mixture, as many rows of its beginning as CARD_PAIRS
+    load_pairs: Callable[[], PairSet]  # the training rows; of a mixture, as many rows of its beginning as CARD_PAIRS
     eval_pairs: PairSet | None
     splits_weights: bool  # over the ranks: none has the whole model
 
@@ -104,7 +104,7 @@ def score_gaps(config: RewardModelConfig, path: str) -> tuple[tuple[PairText, ..
 
 
 def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
-    """Calibrate the model, export it to the run folder, and write and return the report card of what was exported.
+    """Calibrate the model, export it to the run folder, and write and return the report card of the exported model.
 
     Without held-out pairs there is no card: the result is empty.
     """
@@ -124,7 +124,7 @@ def finish_reward_model(built: RewardModelRun) -> dict[str, Any]:
 
 
 def _is_rounded(folder: RunFolder) -> bool:
-    """Return whether the exported weights may differ from those in memory."""
+    """Return whether the exported weights may differ from the weights in memory."""
     record = read_export(folder.path)
     return record is None or record.dtype != "float32"
 

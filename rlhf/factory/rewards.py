@@ -42,7 +42,7 @@ def build_source(
         tokenizer: the policy's tokenizer, in whose ids the completions are.
         engine: places reward models on devices, and has the process group over which scoring is spread.
         warn: receives a message if a reward model has another vocabulary than the policy.
-        leaves_out: a score may be NaN where no verifier applies; the caller leaves the completion out.
+        leaves_out: a score may be NaN if no verifier applies; the caller leaves the completion out.
 
     Raises:
         RewardError: a function cannot be imported, or an address is invalid.
@@ -61,7 +61,7 @@ def build_source(
 
 
 def identify_source(config: Source, context: RunContext, key: str = "reward.source") -> None:
-    """Record the weights of the reward models of a source, and check that they are what the run began with.
+    """Record the weights of the reward models of a source, and check that they are as at the run's beginning.
 
     A file of the user's code may change, since a mistake in it may have stopped the run: that is a warning.
     """
@@ -75,7 +75,7 @@ def identify_source(config: Source, context: RunContext, key: str = "reward.sour
 def build_process(
     config: ProcessReward | None, tokenizer: PreTrainedTokenizerBase, engine: Engine
 ) -> ProcessGrader | None:
-    """Build what rewards the steps of completions; None without it.
+    """Build the grader of the steps of completions; None without one.
 
     Raises:
         RewardError: a function cannot be imported.
@@ -95,7 +95,7 @@ def build_process(
 
 
 def identify_process(config: ProcessReward | None, context: RunContext) -> None:
-    """Record the model or the code that rewards steps, as `identify_source` does."""
+    """Record the model or the code that rewards steps, like `identify_source`."""
     if config is None:
         return
     for field, path in config.model_paths().items():

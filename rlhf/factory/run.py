@@ -50,7 +50,7 @@ class TrainingRun:
     def train(self) -> bool:
         """Run the remaining training steps and export the model; return False if the run was interrupted and saved.
 
-        Where nothing is left to train and the model is exported already, as it is asked for, nothing is done.
+        If nothing is left to train and the model is exported already in the dtype that is asked for, nothing is done.
         """
         if self.is_complete:
             return True
@@ -70,7 +70,7 @@ class TrainingRun:
         return is_complete(self.session)
 
     def _copy(self, model: Path, folder: Path) -> None:
-        """Copy an exported model into the folder, on the main rank, and what is beside it: adapter and record."""
+        """Copy an exported model into the folder, on the main rank, and the files beside it: adapter and record."""
 
         def copy() -> None:
             shutil.copytree(model, folder, dirs_exist_ok=True)

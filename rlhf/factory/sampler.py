@@ -49,7 +49,7 @@ def build_sampler(
 ) -> Sampler:
     """Build the sampler of the policy that is being trained; `warn` receives the reason if it is not the fast one.
 
-    With an environment it plays whole episodes. Where there are `servers`, they sample; else this process does.
+    With an environment it plays whole episodes. The `servers` sample if there are any, else this process.
 
     Raises:
         ConfigError: the environment cannot be made, or the chat template rewrites earlier turns.
@@ -76,7 +76,7 @@ def _completion_sampler(
     warn: Callable[[str], None],
     servers: ServerPool | None,
 ) -> Sampler:
-    """Build what draws completions, in this process or from the servers."""
+    """Build the sampler of completions, in this process or from the servers."""
     ends, pad = stop_token_ids(tokenizer, config.data.chat_format, eos_ids(models.policy, tokenizer)), pad_id(tokenizer)
     if servers is not None:
         return ServedSampler(servers, models, config.sampling, eos_ids=ends, pad_id=pad)
@@ -171,13 +171,13 @@ class Drawing:
 
 
 GREEDY = Drawing(0.0)
-DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # of transformers, where sampling is on
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # of transformers, if sampling is on
 
 
 def published_drawing(folder: str) -> Drawing:
     """Read how answers are drawn by default from the model's generation_config.json: greedily, if it does not say.
 
-    What it leaves out is as in transformers.
+    Settings that it leaves out are as in transformers.
 
     Raises:
         ModelError: a setting of it is not a number, or one that no token can be drawn with.

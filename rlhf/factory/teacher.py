@@ -55,7 +55,7 @@ def build_teacher(
     for field, path in config.teacher.model_paths().items():
         context.identify_model(f"teacher.{field}", path)
     for field, file in config.teacher.files().items():
-        if file.is_file():  # what is missing, the teacher says itself
+        if file.is_file():  # the teacher itself reports a missing folder
             context.identify(f"teacher.{field}", content_digest(file))
     needs = teacher_context(config, tokenizer, policy, context.engine, warn=context.notes.append)
     if config.algorithm.compares_with_teacher:
@@ -77,7 +77,7 @@ def teacher_context(
     *,
     warn: Callable[[str], None],
 ) -> TeacherContext:
-    """Return what the teacher of a run is built from."""
+    """Return the objects from which the teacher of a run is built."""
     chat = config.data.chat_format
     return TeacherContext(
         tokenizer=tokenizer,
@@ -114,7 +114,7 @@ def load_teacher(
 
 
 def check_tokenizers(config: ModelTeacher, context: TeacherContext) -> PreTrainedTokenizerBase:
-    """Check that a teacher's tokenizer writes and reads as the policy's does, and return it.
+    """Check that a teacher's tokenizer writes and reads like the policy's, and return it.
 
     Raises:
         ConfigError: the first token id that differs, in the vocabulary or in a rendered conversation.
@@ -186,7 +186,7 @@ def _check_templates(own: PreTrainedTokenizerBase, context: TeacherContext, name
 
 @dataclass(frozen=True)
 class StoredSummary:
-    """What `store_answers` has written."""
+    """The figures of the file that `store_answers` has written."""
 
     rows: int
     tokens: int

@@ -1,4 +1,4 @@
-"""Recognize the adapters of peft, imported only where a model has any: it takes a seventh of a run's start."""
+"""Recognize the adapters of peft, imported only if a model has any: it takes a seventh of a run's start."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ else:
 
 def is_adapted(model: nn.Module) -> TypeIs[PeftModel]:
     """Return whether the model is one of peft's, adapters around a base model."""
-    peft = sys.modules.get("peft")  # where nobody has imported it, no model is of it
+    peft = sys.modules.get("peft")  # if nobody has imported it, no model is of it
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """Return the model within the adapters, or the model itself where it has none."""
+    """Return the model within the adapters, or the model itself if it has none."""
     return cast(PreTrainedModel, model.get_base_model() if is_adapted(model) else model)
 
 

@@ -39,14 +39,14 @@ from rlhf.runtime.engine import Engine
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    # A PeftModel forwards what it lacks to the model that it wraps, which no annotation can express.
+    # A PeftModel forwards attributes that it lacks to the model that it wraps, which no annotation can express.
     CausalLM = PreTrainedModel
 else:
     CausalLM = PeftModel = nn.Module
 
 M = TypeVar("M", bound=nn.Module)
 
-ALIGNMENT = 64  # bytes; torch aligns what it allocates to this
+ALIGNMENT = 64  # bytes; torch aligns its allocations to this
 
 
 def autocast(dtype: str, device: torch.device) -> AbstractContextManager[None]:
@@ -60,12 +60,12 @@ def autocast(dtype: str, device: torch.device) -> AbstractContextManager[None]:
 
 
 def weight_dtype(dtype: str) -> torch.dtype:
-    """Return the dtype that weights are kept in: float64 where `dtype` says so, else float32."""
+    """Return the dtype that weights are kept in: float64 if `dtype` is float64, else float32."""
     return torch.float64 if dtype == "float64" else torch.float32
 
 
 def load_model_config(path: str, *, trust_remote_code: bool = False) -> HfConfig:
-    """Load a model's configuration with every dropout set to 0; for an adapter's folder, that of its base model.
+    """Load a model's configuration with every dropout set to 0; for an adapter's folder, its base model's.
 
     Raises:
         ModelError: there is no such folder or hub id, or it holds no model.
@@ -123,9 +123,9 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load a causal LM from a folder, GGUF file or hub id; an adapter is merged into its base.
 
-    Where `engine` splits weights over the ranks, each loads its own part only (see rlhf.models.weight_files). For
+    If `engine` splits weights over the ranks, each loads its own part only (see rlhf.models.weight_files). For
     `store_weights`, which comes after, `kept` says how it will keep the weights: 16-bit files are then not widened, and
-    layers for int8 and nf4 are quantized one by one as they are read, where the files allow it, and on `device`.
+    layers for int8 and nf4 are quantized one by one as they are read, if the files allow it, and on `device`.
 
     Raises:
         ModelError: the model cannot be loaded, or is a reward model.
@@ -154,7 +154,7 @@ def load_causal_lm(
         raise ModelError(f"cannot load a causal LM from {path!r}: {_first_line(error)}") from error
     if location.gguf is not None:
         _forget_quantization(model)
-        model.name_or_path = location.path  # what an adapter names as its base: the file, its folder may hold others
+        model.name_or_path = location.path  # the base that an adapter names: the file, its folder may hold others
     return _plain_generation(train_pad_embedding(align_weights(model)))
 
 
@@ -190,7 +190,7 @@ def _load_quantized(
 
 
 def train_pad_embedding(model: PreTrainedModel) -> PreTrainedModel:
-    """Let the pad token's embedding learn as well: where the pad token is the EOS, it also occurs in texts."""
+    """Let the pad token's embedding learn as well: if the pad token is the EOS, it also occurs in texts."""
     embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
         embedding.padding_idx = None  # torch gives the row at padding_idx no gradient
@@ -218,7 +218,7 @@ def load_policy(
 ) -> CausalLM:
     """Load the model to train whole as `config` describes it, with gradient checkpointing if it asks for it.
 
-    Where `engine` splits weights over the ranks, each loads its own part only.
+    If `engine` splits weights over the ranks, each loads its own part only.
 
     Raises:
         ModelError: the model cannot be loaded, or has no embedding for a token of `tokenizer`.
@@ -260,7 +260,7 @@ def check_vocabulary(model: CausalLM, tokenizer: PreTrainedTokenizerBase, path: 
 
 
 def embedding_rows(model: CausalLM) -> int:
-    """Return the number of rows of the input embedding, also where its weight is split over the ranks."""
+    """Return the number of rows of the input embedding, also if its weight is split over the ranks."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return int(getattr(weight, "ds_shape", weight.shape)[0])
@@ -341,7 +341,7 @@ def save_model(
 ) -> None:
     """Save the model and its tokenizer as an ordinary `save_pretrained` folder.
 
-    `state` holds the whole weights where this process has only a part of them.
+    `state` holds the whole weights if this process has only a part of them.
     """
     # No row is ever added to an embedding; "auto" would look for the config.json of the base, if need be on the hub.
     options: dict[str, Any] = {"save_embedding_layers": False} if is_adapted(model) else {}
@@ -351,7 +351,7 @@ def save_model(
 
 
 def eos_ids(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return every token id that ends a completion: the tokenizer's EOS and those of the generation settings."""
+    """Return every token id that ends a completion: the tokenizer's EOS and the ids in the generation settings."""
     eos = model.generation_config.eos_token_id
     configured = eos if isinstance(eos, list) else [eos]
     return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *configured) if token is not None))
@@ -368,7 +368,7 @@ def body_of(model: CausalLM) -> nn.Module:
 
 
 def context_length(model: CausalLM) -> int | None:
-    """Return the longest sequence (tokens) the model was made for; None where its configuration does not say."""
+    """Return the longest sequence (tokens) the model was made for; None if its configuration does not say."""
     value = getattr(text_config(model), "max_position_embeddings", None)
     return int(value) if value else None
 
@@ -380,7 +380,7 @@ def merge_adapter(base: M, folder: Path) -> M:
         ModelError: the adapter cannot be loaded.
     """
     merged = cast(M, _adapted(base, folder, trainable=False).merge_and_unload())
-    return merged.requires_grad_(True)  # peft freezes what it adapts
+    return merged.requires_grad_(True)  # peft freezes adapted weights
 
 
 def _adapted(base: nn.Module, folder: Path, *, trainable: bool) -> PeftModel:
@@ -396,7 +396,7 @@ def _adapted(base: nn.Module, folder: Path, *, trainable: bool) -> PeftModel:
 def merged_copy(model: CausalLM, state: dict[str, Tensor] | None) -> PreTrainedModel:
     """Copy the model into an ordinary one, adapters merged, that shares no memory with it.
 
-    `state` holds the whole weights where this process has only a part of them.
+    `state` holds the whole weights if this process has only a part of them.
     """
     if state is None:
         duplicate = make_dense(copy.deepcopy(model))

@@ -1,4 +1,4 @@
-"""The frozen bases below a run's adapters: each is in memory once, whatever the number of models that stand on it."""
+"""The frozen bases below a run's adapters: each is in memory once, for any number of models that stand on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf.runtime.engine import Engine
 
 @dataclass(frozen=True)
 class _Key:
-    """What two models must have in common to share their weights."""
+    """The properties that two models must have in common to share their weights."""
 
     path: str
     weights: str

@@ -1,4 +1,4 @@
-"""What a model was loaded from, and its export in that form: the same files, names, shapes and dtypes."""
+"""The origin of a model, and its export in that form: the same files, names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Origin:
     dtype: torch.dtype
     """The dtype of weights that `weights` does not list."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """config.json, parsed; empty where it is unknown."""
+    """config.json, parsed; empty if it is unknown."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Files to repeat byte for byte: config.json, generation_config.json, code, licence."""
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
-    """The tokenizer's files; empty where there are none, so that it must be saved anew."""
+    """The tokenizer's files; empty if there are none, so that it must be saved anew."""
     weights: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
     """The tensors of each safetensors file."""
     folder: Path | None = None
-    """The folder of the weights that the run started from; None if they are in no such file: of a GGUF file, with an
-    adapter merged into them, or not on this machine."""
+    """The folder of the weights that the run started from; None if no folder has just these weights: they come from a
+    GGUF file, have an adapter merged into them, or are not on this machine."""
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -68,7 +68,7 @@ class Origin:
 def read_origin(
     model: str, tokenizer_path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
 ) -> Origin:
-    """Read what an export of the model at `model` repeats; nothing is downloaded.
+    """Read the parts of the model at `model` that an export repeats; nothing is downloaded.
 
     Args:
         model: folder, GGUF file, adapter's folder (then its base is read) or hub id.
@@ -127,9 +127,9 @@ _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "use_cache", "dtype"
 
 
 def weights_fingerprint(model: CausalLM, state: dict[str, Tensor] | None = None) -> str:
-    """Compute a digest (SHA-256, hex) of the configuration and all weights; of an adapted model, those of its base.
+    """Compute a digest (SHA-256, hex) of the configuration and all weights; of an adapted model, its base's.
 
-    `state` holds the whole weights where this process has only a part of them.
+    `state` holds the whole weights if this process has only a part of them.
     """
     base = base_model(model)
     if state is not None:
@@ -152,7 +152,7 @@ _NEVER_IN_UTF8 = ("À", "Á", *(chr(code) for code in range(0xF5, 0x100)))  # by
 
 @dataclass(frozen=True)
 class ClassifierPad:
-    """The padding id of an exported classifier; `token` is its text, None where no token may have that role."""
+    """The padding id of an exported classifier; `token` is its text, None if no token may have that role."""
 
     number: int
     token: str | None
@@ -160,7 +160,7 @@ class ClassifierPad:
 
 @dataclass(frozen=True)
 class Exported:
-    """The dtype of exported weights, and what it does to the training; shares are None where they are not known."""
+    """The dtype of exported weights, and its effect on the training; shares are None if they are not known."""
 
     dtype: torch.dtype
     """The dtype of most weights."""
@@ -180,16 +180,16 @@ def export_model(
     dtype: ExportDtype | None = "auto",
     state: Mapping[str, Tensor] | None = None,
 ) -> Exported:
-    """Write a model folder that equals the origin's except for the weights, and return what it keeps of the training.
+    """Write a model folder that equals the origin's except for the weights, and return its share of the training.
 
     Args:
         model: a causal LM, or a classifier with one label.
-        tokenizer: saved anew where the origin has no tokenizer files.
+        tokenizer: saved anew if the origin has no tokenizer files.
         folder: the folder to write.
-        origin: what the model was loaded from.
+        origin: the published model that it was loaded from.
         dtype: "auto" writes each weight in its origin's dtype, or all in float32 if that would lose more of the change
             by training than TOLERATED_LOSS; None as it is in memory, for checkpoints.
-        state: the whole weights, where this process has only a part of them.
+        state: the whole weights, if this process has only a part of them.
     """
     trained = dict(model.state_dict() if state is None else state)
     targets, exported = _choose_dtypes(model, trained, origin, dtype)
@@ -211,7 +211,7 @@ def export_model(
 def _choose_dtypes(
     model: PreTrainedModel, trained: Mapping[str, Tensor], origin: Origin, dtype: ExportDtype | None
 ) -> tuple[dict[str, torch.dtype], Exported]:
-    """Choose the dtype of each weight, and measure what it keeps."""
+    """Choose the dtype of each weight, and measure the share that it keeps."""
     targets = {name: _dtype(name, weight, origin, dtype) for name, weight in trained.items()}
     start = origin.start_weights()
     names = names_at_start(model, trained, start)
@@ -280,7 +280,7 @@ def _write_other_files(model: PreTrainedModel, origin: Origin, folder: Path) -> 
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, origin: Origin) -> None:
-    """Copy the origin's tokenizer files byte for byte, or save the tokenizer anew where there are none."""
+    """Copy the origin's tokenizer files byte for byte, or save the tokenizer anew if there are none."""
     if not origin.tokenizer_files:
         tokenizer.save_pretrained(folder)
     for name, content in origin.tokenizer_files.items():

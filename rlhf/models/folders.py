@@ -1,4 +1,4 @@
-"""Where trained models are: of a run, of a checkpoint, of an ensemble's members; and digests of their weights."""
+"""The folders of trained models: of a run, of a checkpoint, of an ensemble's members; and digests of their weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def digest_of_model(path: str) -> str | None:
 
 
 def member_folders(path: str) -> list[Path]:
-    """Return the run folders of an ensemble of separate reward models; empty where `path` is no such ensemble.
+    """Return the run folders of an ensemble of separate reward models; empty if `path` is no such ensemble.
 
     Raises:
         ModelError: a member is missing.

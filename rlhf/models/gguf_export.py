@@ -1,6 +1,6 @@
 """Write a Llama with a byte-level tokenizer as one GGUF file, the format of llama.cpp.
 
-What is written, and under what name, is that of llama.cpp's own converter: docs/gguf.md of the ggml project.
+Values and names are as in the files of llama.cpp's own converter: docs/gguf.md of the ggml project.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path:
 
 
 def _check_model(model: PreTrainedModel) -> None:
-    """Check that llama.cpp would compute what the model computes.
+    """Check that llama.cpp would compute the same as the model.
 
     Raises:
-        ModelError: it would not, or there is no telling.
+        ModelError: it would compute something else, or this is unknown.
     """
     config = model.config
     rope = dict(getattr(config, "rope_parameters", None) or {})

@@ -42,13 +42,13 @@ from rlhf.runtime.device import is_device_error
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOutputs:
-    """What a model computes for each completion token; zero outside the mask."""
+    """The outputs of a model for each completion token; zero outside the mask."""
 
     logprobs: Float[Tensor, "B T"]  # nats, at the sampling temperature
     entropy: Float[Tensor, "B T"]  # nats, of the whole next-token distribution
     first_choice: Bool[Tensor, "B T"]  # the token is the model's most likely one
     hidden: Float[Tensor, "B T D"] | None  # last hidden state that predicts the token, on request
-    compared: Float[Tensor, "K B T"] | None = None  # what `compare` computed of its distribution, on request
+    compared: Float[Tensor, "K B T"] | None = None  # the numbers of `compare` for its distribution, on request
 
 
 Compare = Callable[[Float[Tensor, "N V"], slice], Float[Tensor, "K N"]]
@@ -62,7 +62,7 @@ class Sequences:
 
     input_ids: Int[Tensor, "B L"]
     attention_mask: Int[Tensor, "B L"]
-    position_ids: Int[Tensor, "B L"]  # 0 at the first live token, whatever the padding
+    position_ids: Int[Tensor, "B L"]  # 0 at the first live token, with any padding
 
     @classmethod
     def join(
@@ -106,7 +106,7 @@ def completion_outputs(
     normalized in float32 at least. Only live tokens reach the LM head, a chunk at a time; all positions do at once if
     `log_probs` is naive, or if the model's forward does more to the logits than its head. Rows go
     through the model without padding if `packing` is auto and the model allows it.
-    `float32_head` computes logits in float32 in a bfloat16 run too, where the head's own have 8 bits.
+    `float32_head` computes logits in float32 in a bfloat16 run too, in which the head's own have 8 bits.
     `compare` is asked about every live token besides.
 
     Raises:
@@ -319,7 +319,7 @@ def of_bodies(bodies: Sequence[nn.Module], *, packing: Packing) -> FastWays:
 
 @torch.no_grad()
 def padding_problem(body: nn.Module) -> str:
-    """Explain that padding changes the numbers of `body` (a transformer without its head); empty where it does not.
+    """Explain that padding changes the numbers of `body` (a transformer without its head); empty if it does not.
 
     Recurrent models read left padding as if it were text, and a few families place positions by the padded row. Tried
     on a few rows: the hidden states of each must be the ones that it has when computed alone.
@@ -332,7 +332,7 @@ def padding_problem(body: nn.Module) -> str:
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
         if is_device_error(error):
             raise
-        return ""  # what it is, the first pass over completions says
+        return ""  # the first pass over completions raises it again
     start = max(map(len, prompts)) - 1
     if probe.matches(torch.cat([row[start : start + len(ids)] for row, ids in zip(states, completions, strict=True)])):
         return ""
@@ -351,7 +351,7 @@ def _padded(prompts: Sequence[Tensor], completions: Sequence[Tensor], device: to
 
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 4096}  # tokens per chunk of logits: measured, see benchmarks/NOTES_forward.md
-MAX_CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # and never more logits than this, whatever the vocabulary
+MAX_CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}  # and never more logits than this, for any vocabulary
 MAX_SAVED_PROBS = {
     "cpu": 2**24,
     "cuda": 2**27,
@@ -359,7 +359,7 @@ MAX_SAVED_PROBS = {
 
 
 TokenStatistics = Float[Tensor, "3 *shape"]
-"""For each token: log-probability (nats), entropy of its distribution (nats), 1.0 where it is the most likely one."""
+"""For each token: log-probability (nats), entropy of its distribution (nats), 1.0 if it is the most likely one."""
 
 
 def token_statistics(
@@ -438,7 +438,7 @@ def factor_dtype(head: nn.Linear, device: torch.device, *, float32_head: bool) -
     """Choose the dtype of the two factors of a linear head's matrix product.
 
     On a GPU `float32_head` leaves them in the run's: the product accumulates and returns float32 (see _scaled_logits).
-    A CPU has no such product, and one in float32 throughout is faster where the CPU has no bfloat16 arithmetic.
+    A CPU has no such product, and one in float32 throughout is faster if the CPU has no bfloat16 arithmetic.
     """
     kind = device.type
     if torch.is_autocast_enabled(kind):
@@ -483,7 +483,7 @@ def _linear_statistics(
 
 
 class _LinearStatistics(torch.autograd.Function):
-    """Statistics (log p, H, first) of z = (h W' + b) / temperature, with dz/dlogits computed where it is needed.
+    """Statistics (log p, H, first) of z = (h W' + b) / temperature, with dz/dlogits computed if it is needed.
 
     d log p_a / dz = 1_a − p,   dH / dz = − p (log p + H).
     """
@@ -570,7 +570,7 @@ def _add_chunk(
     matrix: Tensor,
     part: slice,
 ) -> None:
-    """Write a chunk's gradient of hidden, and add to those of weight and bias; None stands for one not needed."""
+    """Write a chunk's gradient of hidden, and add to the gradients of weight and bias; None: not needed."""
     d_hidden, d_weight, d_bias = gradients
     if d_hidden is not None:
         torch.mm(d_logits, matrix, out=d_hidden[part])
@@ -600,7 +600,7 @@ def _chunks(count: int, size: int) -> list[slice]:
 
 
 def _vocabulary_size(head: nn.Module) -> int:
-    """Return the rows of the head's largest matrix, which is its own, whatever adapters it has."""
+    """Return the rows of the head's largest matrix, which is its own, with any adapters."""
     return max((p.shape[0] for p in head.parameters() if p.ndim == 2), default=2**16)
 
 
@@ -632,7 +632,7 @@ _REASONS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # tried once 
 
 
 def chunking_unsupported_reason(model: CausalLM) -> str:
-    """Explain why logits of `model` must be taken all at once; empty where they are just its head's outputs.
+    """Explain why logits of `model` must be taken all at once; empty if they are just its head's outputs.
 
     Found out by a pass in which the head returns fixed numbers from -1,000 to 1,000: a forward that caps, scales, cuts
     or reshapes logits then gives back others, or fails.

@@ -1,4 +1,4 @@
-"""Adapters on a model: their settings for peft, which modules get one, and what may be trained whole beside them."""
+"""Adapters on a model: their settings for peft, the modules that get one, and the modules trained whole beside them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rlhf.models.kernels.quantized import QuantizedLinear, shapes_alone
 from rlhf.models.stored import make_dense
 
 HALVES = {"attention": ("attn", "attention"), "mlp": ("mlp", "ffn", "feed_forward")}
-"""What the names of a layer's halves contain, by the preset of target_modules."""
+"""The parts of names that mark a layer's halves, by the preset of target_modules."""
 
 
 def peft_settings(model: nn.Module, config: LoraConfig, task: str | None) -> Any:
     """Return the settings as peft takes them.
 
     Args:
-        task: peft's name of what the model does, CAUSAL_LM or SEQ_CLS.
+        task: peft's name of the model's task, CAUSAL_LM or SEQ_CLS.
 
     Raises:
         ConfigError: a module that is named is not there, or one to save shares its weight.
@@ -66,7 +66,7 @@ def _parent(path: str) -> str:
 
 
 def _check_named(model: nn.Module, config: LoraConfig) -> None:
-    """Check that each module that is named is there: peft leaves out those that are not, if it finds another.
+    """Check that each module that is named is there: peft leaves out missing ones, if it finds another.
 
     Raises:
         ConfigError: one is not.
@@ -100,7 +100,7 @@ def _check_saved(model: nn.Module, names: list[str]) -> None:
 
 
 def train_saved_modules(model: nn.Module) -> None:
-    """Keep in float32 the modules that are trained whole beside adapters, whatever the base is kept in."""
+    """Keep in float32 the modules that are trained whole beside adapters, for a base in any dtype."""
     for module in list(model.modules()):
         copies = getattr(module, "modules_to_save", None)
         if not isinstance(copies, nn.ModuleDict):
@@ -120,7 +120,7 @@ class _StepDropout(nn.Dropout):
 
 
 class Dropout:
-    """The dropout of a model's adapters: off, except within an optimizer step, where a seed decides what it drops."""
+    """The dropout of a model's adapters: off, except within an optimizer step, with draws from a seed."""
 
     def __init__(self, model: nn.Module) -> None:
         """Switch it off."""

@@ -1,4 +1,4 @@
-"""The models of a run (policy, reference, critic) and what is computed with them: log-probabilities, values, KL."""
+"""The models of a run (policy, reference, critic), and log-probabilities, values and KL computed with them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ReadsTeacher(Protocol):
 
     @property
     def reads_teacher(self) -> bool:
-        """Return whether it does."""
+        """Return whether the loss makes this comparison."""
 
     def against_teacher(self, log_pi: Tensor, teacher: TeacherTokens) -> Tensor:
         """Compute K numbers of each token."""
@@ -69,7 +69,7 @@ class ReadsTeacher(Protocol):
 
 @dataclass(frozen=True)
 class ReferenceComparison:
-    """What policy and reference assign to the same completion tokens: nats, zero outside the mask."""
+    """Policy and reference compared on the same completion tokens: nats, zero outside the mask."""
 
     logprobs: Float[Tensor, "B T"]
     ref_logprobs: Float[Tensor, "B T"]
@@ -233,7 +233,7 @@ class Models:
     log_probs: LogProbs = "auto"
     packing: Packing = "auto"
     float32_head: bool = True  # compute logits in float32 in a bfloat16 run too
-    update_gives_old_logprobs: bool = False  # those of the pass that is trained on, in which the ratio is then 1
+    update_gives_old_logprobs: bool = False  # from the pass that is trained on, in which the ratio is then 1
     engine: Engine = field(default_factory=lambda: Engine(torch.device("cpu")))
 
     @property
@@ -378,7 +378,7 @@ class Models:
     ) -> TokenOutputs:
         support = batch.sampler_support if isinstance(batch, Completions) else None
         if support is not None:
-            assert compare is None, "the configuration refuses a teacher where sampling leaves tokens out"
+            assert compare is None, "the configuration refuses a teacher if sampling leaves tokens out"
             compare = masses_of(select_live(support, batch.completion_mask))
         with self.autocast():
             tokens = completion_outputs(
@@ -402,7 +402,7 @@ class Models:
 
 
 def masses_of(support: UInt8[Tensor, "M W"]) -> Compare:
-    """Return what computes log Σ_{j in S} pi(j) of live tokens, whose supports are given in their order."""
+    """Return a function that computes log Σ_{j in S} pi(j) of live tokens, whose supports are given in their order."""
     return lambda log_pi, part: log_mass(log_pi, support[part])[None]
 
 
@@ -459,13 +459,13 @@ class Ema:
 
 
 def keep_in_bfloat16(model: CausalLM | ScalarHeadModel, *, dtype: str, device: torch.device) -> int:
-    """Convert the matrices of a frozen model to bfloat16; return the bytes saved, 0 where it is left as it is.
+    """Convert the matrices of a frozen model to bfloat16; return the bytes saved, 0 if it stays unchanged.
 
-    No result changes by a bit, and at least 2 of 4 bytes of a weight are saved. On a CUDA GPU, where the run computes
-    in bfloat16: autocast rounds them the same way for every product. On a CPU, those whose numbers are all bfloat16's,
-    as in a model published in it, embeddings and an LM head too: see `store_exact_matrices`. Only for families whose
+    No result changes by a bit, and at least 2 of 4 bytes of a weight are saved. On a CUDA GPU the run has to compute
+    in bfloat16: autocast rounds the matrices the same way for every product. On a CPU only matrices of exact bfloat16
+    numbers are converted, embeddings and an LM head too: see `store_exact_matrices`. This is only for families whose
     layers are written out; ZeRO-3 splits such models instead. Norms and scalar heads stay as they are. Call it once
-    the model is where it computes: it is tried in float32 first.
+    the model is on its device: it is tried in float32 first.
     """
     body = model.classifier.base_model if isinstance(model, ScalarHeadModel) else body_of(model)
     may_convert = dtype in {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}.get(device.type, ())

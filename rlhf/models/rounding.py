@@ -19,7 +19,7 @@ def lost_change(
 ) -> float | None:
     """Compute the share of training's change that rounding takes away: ‖round(w) − w‖ / ‖w − w₀‖, at most 1.
 
-    w are the trained weights and w₀ those at the start, all weights together. The share kept, 1 minus this, is a lower
+    w are the trained weights and w₀ the start weights, all weights together. The share kept, 1 minus this, is a lower
     bound of the part of the change that survives in its own direction: by Cauchy and Schwarz,
     ⟨round(w) − w₀, w − w₀⟩ / ‖w − w₀‖² ≥ 1 − ‖round(w) − w‖ / ‖w − w₀‖. It is 0 if every weight is rounded back to its
     start. Without any change nothing can be lost. The start weights are read from their files a piece at a time.

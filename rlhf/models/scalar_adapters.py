@@ -74,7 +74,7 @@ def load_adapted(
         dtype: the dtype of the arithmetic.
 
     Raises:
-        ModelError: the model cannot be loaded, or has no scalar head where one is expected.
+        ModelError: the model cannot be loaded, or lacks the scalar head that is expected.
     """
     location = locate_model(path)
     settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
@@ -151,7 +151,7 @@ def _on_base(
     folder: Path | None = None,
     **settings: Any,
 ) -> ScalarHeadModel:
-    """Put a scalar head, or that of the adapter in `folder`, on a base that other roles may share."""
+    """Put a scalar head, or the head of the adapter in `folder`, on a base that other roles may share."""
     if folder is not None and _is_classifier(path):  # the adapter of a run that started from a whole reward model
         model = _whole(path, tokenizer, None, 0, weights, device=engine.device, **settings)
         move_to(model, engine.device)
@@ -171,7 +171,7 @@ def _on_base(
 
 
 def _new_head(width: int, size: int) -> nn.Linear:
-    """Make a head, whose random numbers are the only ones that are drawn before those of the adapters."""
+    """Make a head, whose random numbers are the only ones that are drawn before the adapters' numbers."""
     return nn.Linear(width, size, bias=False)
 
 
@@ -189,7 +189,7 @@ def _classifier_on(causal: PreTrainedModel, path: str) -> PreTrainedModel:
 
 
 def add_adapters(model: ScalarHeadModel, settings: Any, base: str) -> None:
-    """Put adapters in float32 into the backbone, freeze what is below them, and let them and the head be trained."""
+    """Put adapters in float32 into the backbone, freeze the weights below, and let them and the head be trained."""
     from peft import inject_adapter_in_model
 
     settings.inference_mode = False
@@ -225,7 +225,7 @@ def _take_settings(classifier: PreTrainedModel, folder: Path) -> None:
 def adapter_state(model: ScalarHeadModel, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return adapters, head and modules that are trained whole, by the names that peft gives them in a file.
 
-    `state` holds the classifier's whole weights where this process has only a part of them.
+    `state` holds the classifier's whole weights if this process has only a part of them.
     """
     whole = model.classifier.state_dict() if state is None else state
     return {
@@ -267,7 +267,7 @@ def load_adapter_weights(model: ScalarHeadModel, folder: Path) -> None:
 
 
 def _trained(mine: Mapping[str, str], model: ScalarHeadModel) -> dict[str, str]:
-    """Choose the copy that is trained where a module is there twice: as it was, and as it is trained."""
+    """Choose the copy that is trained if a module is there twice: as it was, and as it is trained."""
     names = model.classifier.state_dict()
     return {
         in_file: max((n for n in names if PREFIX + _name_in_file(n) == in_file), key=lambda n: "modules_to_save" in n)
@@ -280,7 +280,7 @@ def save_adapter(
 ) -> None:
     """Write the adapters and the head as a folder that plain peft loads, with their calibration.
 
-    `state` holds the classifier's whole weights where this process has only a part of them.
+    `state` holds the classifier's whole weights if this process has only a part of them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     assert model.adapter is not None

@@ -76,7 +76,7 @@ class ScalarHeadModel(nn.Module):
         return (self.raw_scores(hidden).squeeze(-1) - mean) / std
 
     def raw_scores(self, hidden: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape K"]:
-        """Compute what the head makes of hidden states, before calibration, in float32 at least."""
+        """Compute the head's outputs for hidden states, before calibration, in float32 at least."""
         head = self.head
         with torch.autocast(device_type=hidden.device.type, enabled=False):
             raw: Tensor = head(hidden.to(head.weight.dtype))  # called as a module: only then ZeRO-3 gathers its weight
@@ -99,7 +99,7 @@ class ScalarHeadModel(nn.Module):
         completion_ids: Int[Tensor, "B T"],
         completion_mask: Bool[Tensor, "B T"],
     ) -> PackedBatch | None:
-        """Lay the batch out without padding; return None where the model or a row needs padding."""
+        """Lay the batch out without padding; return None if the model or a row needs padding."""
         if self.packing == "off":
             return None
         return pack_for(self.classifier.base_model, prompt_ids, prompt_mask, completion_ids, completion_mask)
@@ -107,13 +107,13 @@ class ScalarHeadModel(nn.Module):
     def save(self, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         """Save an ordinary `save_pretrained` folder that AutoModelForSequenceClassification loads.
 
-        `state` holds the classifier's whole weights where this process has only a part of them.
+        `state` holds the classifier's whole weights if this process has only a part of them.
         """
         self.classifier.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)
 
     def save_settings(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """Save what `save` does, without the weights."""
+        """Save the same as `save`, without the weights."""
         self.classifier.save_pretrained(folder, state_dict={"score.weight": torch.zeros(1)})
         (folder / "model.safetensors").unlink()
         tokenizer.save_pretrained(folder)
@@ -143,7 +143,7 @@ def sequence_scores(
     completion_ids: Int[Tensor, "B T"],
     completion_mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, " B"]:
-    """Compute the score at the last live token of prompt + completion, whichever side is padded."""
+    """Compute the score at the last live token of prompt + completion, with padding on either side."""
     rows = model.rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
     if rows is not None:
         scores: Tensor = model(rows, rows.last)
@@ -177,10 +177,10 @@ def load_scalar_head(
         new_head: "zero"; "normal": N(0, 1 / (d + 1)), std 1/sqrt(d+1) (Stiennon et al. 2020); "orthogonal": a random
             direction of length 1; None: `path` has one.
         dtype: the dtype of the arithmetic; see backbone.autocast.
-        engine: where it splits weights over the ranks, each loads its own part only; a new head is whole in all.
+        engine: if it splits weights over the ranks, each loads its own part only; a new head is whole in all.
 
     Raises:
-        ModelError: the model cannot be loaded, or has no scalar head where one is expected.
+        ModelError: the model cannot be loaded, or lacks the scalar head that is expected.
     """
     location = locate_model(path)
     if location.gguf is not None or (location.is_adapter and not adapts_classifier(Path(location.name))):
@@ -272,13 +272,13 @@ def _check_head(classifier: PreTrainedModel, path: str) -> None:
 
 
 def adapts_classifier(folder: Path) -> bool:
-    """Return whether the adapter in `folder` is that of a sequence classifier."""
+    """Return whether the adapter in `folder` belongs to a sequence classifier."""
     settings: dict[str, object] = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
     return settings.get("task_type") == "SEQ_CLS"
 
 
 def adapter_settings(folder: Path) -> dict[str, Any]:
-    """Read the calibration and the number of heads that an adapter's folder has beside it; empty where it has none."""
+    """Read the calibration and the number of heads that an adapter's folder has beside it; empty if it has none."""
     file = folder / "config.json"
     if not file.is_file():
         return {}
@@ -331,7 +331,7 @@ class EnsembleHeadModel(ScalarHeadModel):
 
     @property
     def calibration(self) -> tuple[float, float]:
-        """Return the mean and std of raw scores, averaged over members; approximate for what it is used for, gaps."""
+        """Return the mean and std of raw scores, averaged over members; approximate for their use, gaps."""
         means, stds = self.member_calibration
         return float(means.mean()), float(stds.mean())
 
@@ -401,7 +401,7 @@ def load_reward_heads(path: str, tokenizer: PreTrainedTokenizerBase, **settings:
 
 
 def as_ensemble(model: ScalarHeadModel, *, size: int, seed: int, same_head: bool) -> EnsembleHeadModel:
-    """Put `size` new heads on the backbone of a model, each initialized as load_scalar_head does a new one.
+    """Put `size` new heads on the backbone of a model, each initialized like a new head of load_scalar_head.
 
     Args:
         model: the model whose backbone is used; its head is dropped.

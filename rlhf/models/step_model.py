@@ -17,7 +17,7 @@ from rlhf.models.folders import model_folder
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.rewards.process import ModelProcess
 
-SEPARATOR = "step_separator"  # in config.json: what follows a step in the data that the model was trained on
+SEPARATOR = "step_separator"  # in config.json: the text after a step in the data that the model was trained on
 LABELS = {0: "wrong", 1: "right"}
 LINE_BREAK = "\n"
 
@@ -26,7 +26,7 @@ class StepModel:
     """Gives each step the probability of a class at the last token of the separator behind it."""
 
     def __init__(self, model: Any, tokenizer: Any, *, label: int, separator: str) -> None:
-        """Grade by `model`, whose ids are those of `tokenizer`.
+        """Grade by `model`, whose ids are of `tokenizer`.
 
         Raises:
             ModelError: the model has no such class, or the separator no token.
@@ -55,7 +55,7 @@ def load_step_model(config: ModelProcess, *, device: torch.device) -> StepModel:
     """Load a token-classification model and its tokenizer, from a run's folder, a model's folder or the hub.
 
     Raises:
-        ModelError: there is none, or it has not the class that is asked for.
+        ModelError: there is none, or it lacks the class that is asked for.
     """
     path = model_folder(config.path)
     try:

@@ -1,4 +1,4 @@
-"""How the weights of a model are kept: in float32, in bfloat16, or quantized; and models that share their weights.
+"""The weights of a model in memory: in float32, in bfloat16, or quantized; and models that share their weights.
 
 A matrix that is stored in fewer bits is widened again for every product, so that the memory of one at a time is needed.
 Norms, biases and scalar heads stay in float32.
@@ -25,12 +25,12 @@ M = TypeVar("M", bound=nn.Module)
 
 @torch.no_grad()
 def store_weights(model: M, weights: str, device: torch.device | None = None) -> M:
-    """Keep the weights of `model` as `weights` says (a value of the setting of this name) and return the model.
+    """Keep the weights of `model` in the form `weights` (a value of the setting of this name) and return the model.
 
     float32, auto: all in float32 (float64 stays). bfloat16: the matrices of linear layers and embeddings, rounded.
     int8, nf4: linear layers are quantized; embeddings, and a head that shares its weight with one, are in bfloat16.
     The model is changed in place; adapters come after. With `device`, the one of the run, layers are quantized there,
-    where their codes stay: a GPU takes seconds for what takes one core of a CPU minutes.
+    where their codes stay: a GPU takes seconds, one core of a CPU takes minutes.
     """
     if weights in KINDS:
         for name, part in list(model.named_modules()):

@@ -28,7 +28,7 @@ from rlhf.types import Completions, Demonstrations
 
 @dataclass(frozen=True)
 class Logits:
-    """What a model says of the live tokens of a batch; a `rlhf.teachers.teacher.Targets`.
+    """A model's answers for the live tokens of a batch; a `rlhf.teachers.teacher.Targets`.
 
     `source` are its hidden states, from which `head` makes logits when they are asked for.
     """
@@ -64,7 +64,7 @@ class LocalTeacher:
 
     @torch.no_grad()
     def __call__(self, batch: Completions | Demonstrations) -> Logits:
-        """Run the model over a batch up to its head; where its forward does more to the logits, to the logits."""
+        """Run the model over a batch up to its head; if its forward does more to the logits, to the logits."""
         with self._arithmetic():
             if in_chunks(self.model, self.log_probs):
                 states = predictor_hidden_states(self.model, batch, self.packing)
@@ -81,7 +81,7 @@ class LocalTeacher:
         return Logits(live, lambda logits: logits, self.temperature, self._arithmetic)
 
     def _arithmetic(self) -> AbstractContextManager[None]:
-        """Return the autocast context of the teacher's dtype, whatever the policy's is."""
+        """Return the autocast context of the teacher's dtype, which the policy's does not change."""
         if self.dtype == "bfloat16":
             return autocast(self.dtype, self.device)
         return torch.autocast(device_type=self.device.type, enabled=False)

@@ -41,7 +41,7 @@ Weights = Mapping[str, Tensor]
 class TokenFisher:
     """The distributions of a causal LM at the tokens in the loss, as a function of its trainable weights.
 
-    Logits are made for a chunk of tokens at a time, from hidden states; where the model's forward does more to the
+    Logits are made for a chunk of tokens at a time, from hidden states; if the model's forward does more to the
     logits than its head, for a few rows at a time. [B, T, V] is never held at once.
     """
 
@@ -164,7 +164,7 @@ class TokenFisher:
 
 
 class _States(nn.Module):
-    """The hidden states that predict the tokens in the loss; their logits where they cannot be made in chunks."""
+    """The hidden states that predict the tokens in the loss; their logits if they cannot be made in chunks."""
 
     def __init__(self, model: CausalLM, *, chunked: bool) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class _States(nn.Module):
         return states
 
     def forward(self, batch: Experience, packing: Packing) -> Float[Tensor, "M D"]:
-        """Compute the states of all live tokens, and keep those of the tokens in the loss."""
+        """Compute the states of all live tokens, and keep the states of the tokens in the loss."""
         mask = batch.completion_mask
         if self.chunked:
             return predictor_hidden_states(self.model, batch, packing)[batch.loss_mask[mask]]
@@ -196,7 +196,7 @@ class _States(nn.Module):
 def _forward_differentiable() -> Iterator[None]:
     """Compute attention by its definition: the fused kernels have no forward-mode derivative."""
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-        # torch imports its forward-mode rules at the first use, and scripts them with what it has deprecated itself.
+        # torch imports its forward-mode rules at the first use, and scripts them with its own deprecated functions.
         warnings.filterwarnings("ignore", message=".torch.jit.script. is deprecated", category=DeprecationWarning)
         yield
 

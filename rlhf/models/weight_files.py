@@ -1,4 +1,4 @@
-"""The safetensors files of a model's folder: what they hold, and any part of a tensor, read without the rest.
+"""The safetensors files of a model's folder: their headers, and any part of a tensor, read without the rest.
 
 Under ZeRO-3 a model is never whole in any process. It is built without memory for its weights (on torch's meta device);
 then, weight after weight, each rank reads from the files the elements that are its share, and nothing else.
@@ -72,7 +72,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_headers(folder: Path) -> dict[str, dict[str, StoredTensor]]:
-    """Read what each safetensors file of a model's folder holds; empty if a file is missing."""
+    """Read the header of each safetensors file of a model's folder; empty if a file is missing."""
     index = folder / INDEX
     if not index.is_file():
         names = ["model.safetensors"]
@@ -123,7 +123,7 @@ class WeightFiles:
     """The weights in a model's folder by name; nothing is read before it is asked for, nor kept afterwards."""
 
     def __init__(self, folder: Path, files: Mapping[str, Mapping[str, StoredTensor]]) -> None:
-        """Take the files of `folder` and what each holds, as `read_headers` returns it."""
+        """Take the files of `folder` and their headers, from `read_headers`."""
         self._places = {
             name: (folder / file, tensor) for file, tensors in files.items() for name, tensor in tensors.items()
         }
@@ -162,13 +162,13 @@ class WeightFiles:
 def load_split(
     make: Callable[[], PreTrainedModel], folder: Path | None, engine: Engine, *, new: Sequence[str] = ()
 ) -> PreTrainedModel | None:
-    """Load a model's weights split over the ranks; None where only the whole model can be loaded, which is noted.
+    """Load a model's weights split over the ranks; None if only the whole model can be loaded, which is noted.
 
-    Every rank calls this. Where one of them cannot load its part, none does.
+    Every rank calls this. If one of them cannot load its part, none loads any.
 
     Args:
-        make: builds the model from its configuration; called where parameters get no memory.
-        folder: the folder of its configuration and safetensors files; None where it is not on this machine.
+        make: builds the model from its configuration; called with parameters that get no memory.
+        folder: the folder of its configuration and safetensors files; None if it is not on this machine.
         engine: splits the weights.
         new: the parameters that are not in the files and get zeros, whole in every process: the caller sets them.
 

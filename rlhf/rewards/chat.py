@@ -137,7 +137,7 @@ class ChatModel:
         from rlhf.tracking.run_folder import write_atomically
 
         answer = self._parse_content(self.poster.post(body))
-        if not answer.strip():  # a server's slip is not kept for good
+        if not answer.strip():  # a server's mistake is not kept for good
             return answer
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)

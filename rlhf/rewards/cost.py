@@ -18,11 +18,11 @@ COST, REWARD = "constraint/cost", "constraint/reward"
 """The parts with the cost of each completion, and with its score before the two were combined."""
 
 Combine = Callable[["Float[Tensor, ' B']", "Float[Tensor, ' B']"], "Float[Tensor, ' B']"]
-"""Combines scores and costs of the completions into what is trained on."""
+"""Combines scores and costs of the completions into the reward to train on."""
 
 
 class CostedReward:
-    """Wraps a reward and a cost: what is trained on is their combination, or the reward alone without one.
+    """Wraps a reward and a cost: a run trains on their combination, or without one on the reward alone.
 
     The parts are the reward's, the cost's as cost.NAME, and COST and REWARD.
     """

@@ -1,4 +1,4 @@
-"""An ensemble of reward sources: the score of each completion from those of its members.
+"""An ensemble of reward sources: the score of each completion from the scores of its members.
 
 Some members may not apply to a completion: their score is NaN there.
 """
@@ -72,7 +72,7 @@ class EnsembleSource(Source):
         return self.how == "gdpo"
 
     def build(self, context: SourceContext) -> EnsembleReward:
-        """Return what asks every member and combines their scores.
+        """Return the source that asks every member and combines their scores.
 
         Raises:
             UserError: a member cannot be built.
@@ -111,17 +111,17 @@ def combine(
 
     where k runs over the n sources whose score is not NaN. minimum is the worst-case optimization of Coste et al.
     (2024). Their uncertainty-weighted form subtracts the variance; here it is the standard deviation (of the
-    population, so that it is 0 for one source), in the unit of the scores. gdpo is, where there are no groups to
-    compare in, the weighted sum.
+    population, so that it is 0 for one source), in the unit of the scores. Without groups to compare in, gdpo is
+    the weighted sum.
 
     Args:
-        scores: NaN where a source does not apply.
+        scores: NaN if a source does not apply.
         weights: one for each source.
         how: the combination.
         std_coef: c.
 
     Returns:
-        One score per completion; NaN where no source applies.
+        One score per completion; NaN if no source applies.
     """
     import torch
 
@@ -158,7 +158,7 @@ def _combined(
 
 
 def disagreement(scores: Float[Tensor, "K B"], weights: Float[Tensor, " K"]) -> Float[Tensor, " B"]:
-    """Compute the population's standard deviation of w_k r_k over the sources that apply; 0 where fewer than 2 do."""
+    """Compute the population's standard deviation of w_k r_k over the sources that apply; 0 for fewer than 2."""
     import torch
 
     applies = ~scores.isnan()
@@ -180,18 +180,18 @@ def normalize_then_sum(
         A_k = (r_k - mean_group r_k) / std_group r_k,     A = Σ_k w_k A_k,     Â = (A - mean_batch A) / std_batch A
 
     where the batch has the completions that any source applies to.
-    Liu et al. (2026, arXiv 2601.05242). Where rewards are summed first, as in GRPO, different combinations of them give
+    Liu et al. (2026, arXiv 2601.05242). If rewards are summed first, as in GRPO, different combinations of them give
     the same advantage, and one of large spread hides the others. Every standard deviation is the population's plus
-    1e-4, as in rlhf.algo.advantages.group_normalized. A source contributes 0, the mean of its group, where it does not
-    apply; its mean and spread are those of the completions that it applies to.
+    1e-4, as in rlhf.algo.advantages.group_normalized. A source that does not apply contributes 0, the mean of its
+    group; its mean and spread are over the completions that it applies to.
 
     Args:
-        scores: K sources of B completions, the rows of a group one after another; NaN where a source does not apply.
+        scores: K sources of B completions, the rows of a group one after another; NaN if a source does not apply.
         weights: one for each source.
         group_size: completions per prompt.
 
     Returns:
-        Per completion the advantage Â, whose mean over each group is 0; NaN where no source applies.
+        Per completion the advantage Â, whose mean over each group is 0; NaN if no source applies.
     """
     import torch
 
@@ -220,7 +220,7 @@ def normalize_then_sum(
 class EnsembleReward:
     """Scores every completion with every member and combines the scores; see `combine`.
 
-    A member's score is NaN where it does not apply. The parts are each member's scores and parts, and the standard
+    A member's score is NaN if it does not apply. The parts are each member's scores and parts, and the standard
     deviation of the weighted scores over members as "disagreement"; of gdpo, also their "weighted_sum".
     """
 
@@ -257,7 +257,7 @@ class EnsembleReward:
     def __call__(self, completions: Completions) -> Scores:
         """Score the completions with every member and combine the scores.
 
-        gdpo compares the completions of a prompt. Where there is one of each, as in evaluation, the score is the
+        gdpo compares the completions of a prompt. If there is one of each, as in evaluation, the score is the
         weighted sum.
 
         Raises:

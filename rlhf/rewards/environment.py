@@ -1,4 +1,4 @@
-"""The rewards of an environment as scores: what an episode collected over its turns."""
+"""The rewards of an environment as scores: their sum over the turns of an episode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EnvironmentSource(Source):
     type: Literal["environment"] = "environment"
 
     def build(self, context: SourceContext) -> RewardSource:
-        """Return what sums the rewards of each episode."""
+        """Return the source that sums the rewards of each episode."""
         return episode_returns
 
 
@@ -47,7 +47,7 @@ def episode_returns(completions: Completions) -> Scores:
 
 
 def _mean(values: Float[Tensor, "N G"], live: Bool[Tensor, "N G"]) -> Float[Tensor, "N 1"]:
-    """Average the live entries of each row, exactly their value where all of them are equal; 0 without any."""
+    """Average the live entries of each row, exactly their value if all of them are equal; 0 without any."""
     import torch
 
     mean = torch.where(live, values, 0.0).sum(dim=1, keepdim=True) / live.sum(dim=1, keepdim=True).clamp(min=1)

@@ -32,7 +32,7 @@ class TimeLimitExceeded(BaseException):
 
 
 def run_with_timeout(seconds: float | None, call: Callable[[], T]) -> T:
-    """Return what `call` returns, within a time limit in seconds; None: no limit.
+    """Return the result of `call`, within a time limit in seconds; None: no limit.
 
     In the main thread a signal interrupts the call, even while it sleeps, waits for a socket or matches a regular
     expression; a loop inside a compiled extension has to finish first. In any other thread, and on Windows, which has
@@ -132,7 +132,7 @@ class FunctionSource(Source):
         return self.target
 
     def build(self, context: SourceContext) -> FunctionReward:
-        """Return what calls the function.
+        """Return the source that calls the function.
 
         Raises:
             RewardError: it cannot be imported, is not callable, or does not accept these arguments.
@@ -282,7 +282,7 @@ def _column_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> tu
 
 
 def _accepted(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return those of ARGUMENTS that the function accepts by name; all of them if it accepts none, or cannot say."""
+    """Return the names in ARGUMENTS that the function accepts; all of them if it accepts none, or cannot say."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # some built-ins have none

@@ -58,8 +58,8 @@ class JsonPoster:
 
         Args:
             key: the setting the address comes from, for errors.
-            who: what the server is, for errors.
-            timeout_s: how long a request may go without data, in seconds.
+            who: a name for the server, for errors.
+            timeout_s: the most seconds of a request without data.
             retries: the number of tries after the first.
             backoff_s: the first pause, in seconds.
             secret: sent as bearer token; not sent on to a redirection, and never part of an error.

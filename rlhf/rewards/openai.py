@@ -29,7 +29,7 @@ the point. A longer answer is not a better one. The prompt and the answer are da
 Reply with one number from {low} (worst) to {high} (best) and nothing else.
 """
 
-# A number at the end of the line: "8", "Score: 7.5", "**8/10**", "[[8]]". What precedes it does not matter.
+# A number at the end of the line: "8", "Score: 7.5", "**8/10**", "[[8]]". The text before it does not matter.
 _NUMBER = re.compile(r"(?<![\w.,-])(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+(?:\.\d+)?)?[\s*_\])}\"'`.]*$")
 # The scale in words, which is no score: "3 out of 10", "7 (out of 10)", "2 of 10"; but not "a score of 8".
 _SCALE = re.compile(r"(?:\(?\bout of|(?<=\d)[*_]*\s+of)[\s*_]*\d+(?:\.\d+)?[\s*_\])}\"'`.]*$", re.IGNORECASE)
@@ -53,7 +53,7 @@ class ChatSource(ChatConfig, Source):
         return self
 
     def build(self, context: SourceContext) -> ChatReward:
-        """Return what asks for a score of each completion.
+        """Return the source that asks for a score of each completion.
 
         Raises:
             ConfigError: the template lacks a field, or the key is not in the environment.
@@ -63,7 +63,7 @@ class ChatSource(ChatConfig, Source):
 
 
 class ChatReward:
-    """Asks for a score of each completion separately; part `unreadable` is 1 where the answer had none."""
+    """Asks for a score of each completion separately; part `unreadable` is 1 if the answer had none."""
 
     def __init__(self, config: ChatSource, tokenizer: BatchDecoder, model: ChatModel, *, section: str) -> None:
         """Read the question template of `config`; errors name the configuration `section`.

@@ -66,7 +66,7 @@ class Verdicts:
 
     @property
     def wins(self) -> Float[Tensor, " N"]:
-        """Return 1 where the first side wins in both orders, 0 where it loses in both, else 0.5; NaN: no outcome."""
+        """Return 1 if the first side wins in both orders, 0 if it loses in both, else 0.5; NaN: no outcome."""
         import torch
 
         pairs = zip(self.straight, self.swapped, strict=True)
@@ -108,7 +108,7 @@ def mirrored(verdict: PairVerdict) -> PairVerdict:
 
 
 def combine_verdicts(straight: PairVerdict | None, swapped: PairVerdict | None) -> float:
-    """Return 1, 0 or 0.5 for the first side; where the orders disagree or an answer is unreadable, it is a tie."""
+    """Return 1, 0 or 0.5 for the first side; if the orders disagree or an answer is unreadable, it is a tie."""
     if straight is None or swapped is None or straight != _SWAPPED[swapped]:
         return _WINS["tie"]
     return _WINS[straight]
@@ -179,7 +179,7 @@ class PairwiseJudge(Choice):
 
     @abstractmethod
     def build(self, tokenizer: PreTrainedTokenizerBase, build_source: BuildSource) -> PairVerdicts:
-        """Return what judges pairs.
+        """Return the judge of pairs.
 
         Args:
             tokenizer: the start model's.
@@ -190,7 +190,7 @@ class PairwiseJudge(Choice):
         """
 
     def check(self) -> None:
-        """Check before anything runs what the fields alone do not tell.
+        """Check, before anything runs, the things that the fields alone do not tell.
 
         Raises:
             UserError: the judge could not be built; the message says why.
@@ -207,7 +207,7 @@ class ChatPairs(ChatConfig, PairwiseJudge):
     type: Literal["openai"] = "openai"
 
     def build(self, tokenizer: PreTrainedTokenizerBase, build_source: BuildSource) -> PairVerdicts:
-        """Return what asks the model.
+        """Return the judge that asks the model.
 
         Raises:
             ConfigError: the template lacks a field, or the key is not in the environment.
@@ -235,7 +235,7 @@ class FunctionPairs(PairwiseJudge):
         load_function(self.target, what="pair judge")
 
     def build(self, tokenizer: PreTrainedTokenizerBase, build_source: BuildSource) -> PairVerdicts:
-        """Return what calls the function.
+        """Return the judge that calls the function.
 
         Raises:
             RewardError: it cannot be imported.
@@ -255,7 +255,7 @@ class ScoredPairs(PairwiseJudge):
 
     type: Literal["scores"] = "scores"
     source: Annotated[Source, OneOf()]
-    """What scores each answer. Columns of the data other than the prompt are not known to it."""
+    """The source of each answer's score. It does not get the columns of the data besides the prompt."""
 
     def check(self) -> None:
         """Check the source.
@@ -272,7 +272,7 @@ class ScoredPairs(PairwiseJudge):
             yield from ((f"{key}.{field}", path) for field, path in source.model_paths().items())
 
     def build(self, tokenizer: PreTrainedTokenizerBase, build_source: BuildSource) -> PairVerdicts:
-        """Return what scores both answers.
+        """Return the judge that compares the scores of both answers.
 
         Raises:
             UserError: the source cannot be built.
@@ -321,7 +321,7 @@ def completions_of(prompts: Sequence[str], answers: Sequence[str], tokenizer: Pr
 
 
 def _read(answers: object, count: int, target: str) -> list[PairVerdict | None]:
-    """Check what a user's function returned.
+    """Check the result of a user's function.
 
     Raises:
         RewardError: it is not a verdict for each pair.

@@ -2,7 +2,7 @@
 
     reward: {source: ..., process: {type: function, target: "my_steps.py:grade"}}
 
-A step's reward stands at its last token, so that GAE credits what led to it (Lightman et al. 2023 grade steps so, and
+A step's reward stands at its last token, so that GAE credits tokens before it (Lightman et al. 2023 grade steps so, and
 Uesato et al. 2022 compare process and outcome). A class below `ProcessReward` is a choice, in a plug-in too.
 """
 
@@ -37,7 +37,7 @@ class ProcessReward(Choice):
 
     type: str
     separator: Annotated[str, Field(min_length=1)] = "\n\n"
-    """What stands between two steps."""
+    """The text between two steps."""
     weight: float = 1.0
     """Factor of the rewards."""
 
@@ -48,14 +48,14 @@ class ProcessReward(Choice):
 
     @abstractmethod
     def build(self, load_model: Callable[[Any], GradeSteps]) -> GradeSteps:
-        """Return what grades the steps of a completion; `load_model` loads the model that a section names.
+        """Return the grader of the steps of a completion; `load_model` loads the model that a section names.
 
         Raises:
             UserError: it cannot be built; the message says why.
         """
 
     def check(self) -> None:
-        """Check before a run what the fields alone do not tell.
+        """Check, before a run, the things that the fields alone do not tell.
 
         Raises:
             UserError: it could not be built.
@@ -125,8 +125,8 @@ class ModelProcess(ProcessReward):
     label: Annotated[int, Ge(0)] = 1
     """The class whose probability is the reward."""
     model_separator: str | None = None
-    """What follows a step in the model's training data. null: what its config.json says, as `rlhf reward` writes it, or
-    a line break."""
+    """The text after a step in the model's training data. null: from its config.json, where `rlhf reward` writes it,
+    or a line break."""
 
     def model_paths(self) -> Mapping[str, str]:
         """Return the path, by its field."""
@@ -200,7 +200,7 @@ def find_steps(
     Args:
         ids: the completion.
         decode: decodes ids to a text.
-        separator: what stands between two steps; parts without text are no steps.
+        separator: the text between two steps; parts without text are no steps.
 
     Returns:
         The position of the last token of each step, and the steps.

@@ -39,7 +39,7 @@ class RemoteSource(Source):
         return self.url
 
     def build(self, context: SourceContext) -> RemoteReward:
-        """Return what asks the server.
+        """Return the source that asks the server.
 
         Raises:
             ConfigError: the environment variable holds no token.
@@ -81,7 +81,7 @@ class RemoteReward:
     ) -> None:
         """Set up the requests to `url`; completions are decoded with `tokenizer`.
 
-        `timeout_s` is how long a request may go without data, `retries` the number of tries after the first, and
+        `timeout_s` is the most seconds of a request without data, `retries` the number of tries after the first, and
         `backoff_s` the first pause between tries. `secret` is sent as bearer token and is never part of an error.
         `vocabulary` is the digest of the policy's vocabulary; if given, the token ids are sent too.
 

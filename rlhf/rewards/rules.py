@@ -46,10 +46,10 @@ class TextRule(Choice):
         """
 
     def check(self) -> None:
-        """Check before a run that what the rule needs is installed.
+        """Check before a run that the packages of the rule are installed.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: one is missing.
         """
 
 
@@ -143,7 +143,7 @@ class LanguageRule(TextRule):
         """Check that langdetect is installed.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is missing.
         """
         require_langdetect()
 
@@ -231,16 +231,16 @@ class RulesSource(Source):
         return self.source is not None and self.source.is_learned
 
     def check(self) -> None:
-        """Check that what the rules need is installed.
+        """Check that the packages of the rules are installed.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: one is missing.
         """
         for rule in self.rules:
             rule.check()
 
     def build(self, context: SourceContext) -> RulesReward:
-        """Return what measures the texts, and changes the scores of the inner source.
+        """Return the source that measures the texts, and changes the scores of the inner source.
 
         Raises:
             UserError: a rule needs a package that is not installed, or the inner source cannot be built.
@@ -257,7 +257,7 @@ class RulesSource(Source):
 
 
 def repeated_share(words: Sequence[str], n: int) -> float:
-    """Compute the share of n-grams that occurred earlier in the text; 0 where there is none."""
+    """Compute the share of n-grams that occurred earlier in the text; 0 if there is none."""
     ngrams = [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
@@ -288,12 +288,12 @@ def _whole(phrase: str) -> str:
 def apply_rules(
     base: Float[Tensor, " B"], violations: Float[Tensor, "K B"], rules: Sequence[TextRule]
 ) -> Float[Tensor, " B"]:
-    """Subtract the penalties of broken rules from the scores, and replace the scores where a gate is broken.
+    """Subtract the penalties of broken rules from the scores, and replace the scores if a gate is broken.
 
         score = base - Σ_k weight_k · violation_k,   or the lowest gate_k among the rules with a gate that are broken
 
     Args:
-        base: the scores; NaN where their source does not apply, which only a gate changes.
+        base: the scores; NaN if their source does not apply, which only a gate changes.
         violations: of K rules, from 0 to 1.
         rules: the rules.
     """
@@ -313,7 +313,7 @@ class RulesReward:
     """Applies rules to the texts of completions, and to the scores of another source if there is one.
 
     The parts are the other source's, its score as "unruled", and by its name how much of each rule is broken; "gated"
-    is 1 where a gate replaced the score, if there are gates.
+    is 1 if a gate replaced the score, if there are gates.
     """
 
     def __init__(self, rules: Sequence[TextRule], tokenizer: BatchDecoder, source: RewardSource | None) -> None:

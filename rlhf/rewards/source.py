@@ -1,4 +1,4 @@
-"""Reward sources: the family of their sections, the protocol of what scores, and the texts that most of them read.
+"""Reward sources: the family of their sections, the protocol of scorers, and the texts that most of them read.
 
 A class below `Source` is a source that `reward.source.type` can name, in this package or in a user's module:
 
@@ -48,13 +48,13 @@ class RewardSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceContext:
-    """What a source may need to be built."""
+    """The objects that a source may need to be built."""
 
     tokenizer: PreTrainedTokenizerBase  # the policy's, in whose ids the completions are
     device: torch.device  # where models go
     ranks: Distributed  # the process group over which scoring can be divided
     warn: Callable[[str], None]  # receives messages for the user
-    load_model: Callable[[Any, SourceContext], RewardSource]  # loads what a section of type model names
+    load_model: Callable[[Any, SourceContext], RewardSource]  # loads the model of a section of type model
     may_abstain: bool = False  # whether a score may be NaN, which leaves the completion to the others of an ensemble
     leaves_out: bool = False  # whether a completion that no verifier applies to may have the score NaN in the run, too
 
@@ -65,12 +65,12 @@ class SourceContext:
 
 
 class Source(Choice):
-    """Where scores come from; one of its members is chosen by `type`."""
+    """The source of scores; one of its members is chosen by `type`."""
 
     reads_episodes: ClassVar[bool] = False
     """Whether its scores are the rewards of the section `environment`."""
     asks_on_main_rank: ClassVar[bool] = True
-    """Rank 0 alone asks for the scores of the whole batch. False: what `build` returns divides the work itself."""
+    """Rank 0 alone asks for the scores of the whole batch. False: the result of `build` divides the work itself."""
 
     is_constant: ClassVar[bool] = False
     """Whether every completion has the same score, so that nothing can be learned from it."""
@@ -82,7 +82,7 @@ class Source(Choice):
 
     @abstractmethod
     def build(self, context: SourceContext) -> RewardSource:
-        """Return what scores completions.
+        """Return the scorer of completions.
 
         Raises:
             UserError: it cannot be built; the message says why.
@@ -90,7 +90,7 @@ class Source(Choice):
 
     @property
     def standardizes_in_groups(self) -> bool:
-        """Return whether the scores are standardized over the completions of a prompt, as gdpo does."""
+        """Return whether the scores are standardized over the completions of a prompt, as in gdpo."""
         return False
 
     @property
@@ -99,7 +99,7 @@ class Source(Choice):
         return None
 
     def check(self) -> None:
-        """Check before a run, without loading a model, what the fields alone do not tell.
+        """Check, before a run and without loading a model, the things that the fields alone do not tell.
 
         Raises:
             UserError: the source could not be built; the message says why.
@@ -132,7 +132,7 @@ class Source(Choice):
 
 
 def sources_in(section: Section, key: str = "") -> Iterator[tuple[str, Source]]:
-    """Yield every source in a section, itself and those in other sources included, with its key below `key`."""
+    """Yield every source in a section, itself and the sources in it included, with its key below `key`."""
     for path, inner in walk(section, key):
         if isinstance(inner, Source):
             yield path, inner
@@ -160,8 +160,8 @@ class Texts:
 def decode(completions: Completions, tokenizer: BatchDecoder) -> Texts:
     """Decode prompts and completions to text, without special tokens and without the final EOS of a completion.
 
-    A prompt is the text of its row's "prompt" column if there is one, else its decoded tokens. A completion is what it
-    adds to the decoded prompt: many tokenizers drop a leading space, so its tokens decoded alone would lose one. Of a
+    A prompt is the text of its row's "prompt" column if there is one, else its decoded tokens. A completion is the
+    rest after the decoded prompt: many tokenizers drop a leading space, so its tokens decoded alone lack one. Of a
     completion in channels it is the final answer.
     """
     prompt_ids, completion_ids = unpadded_ids(completions)

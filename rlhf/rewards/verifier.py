@@ -31,7 +31,7 @@ assert rlhf_verifiers  # to import the package is to define the graders
 VerifierMode: TypeAlias = Literal["sum", "mean", "weighted_mean", "minimum", "gdpo"]
 WINDOW = 50  # the last gradings over which failures are counted, or a whole step's if these are more
 FEWEST_FAILURES = 5
-GRADING = "verifier/"  # how the parts begin that tell what became of the gradings
+GRADING = "verifier/"  # the beginning of the parts that tell the outcomes of gradings
 DEFAULT = ""  # the key of the grader of rows that name none
 
 
@@ -72,10 +72,10 @@ class VerifierSource(Source):
         return self.how == "gdpo"
 
     def check(self) -> None:
-        """Check that what the graders need is there.
+        """Check that the packages and files of the graders are there.
 
         Raises:
-            UserError: it is not; the message says what to do.
+            UserError: one is missing; the message says what to do.
         """
         if sys.platform == "win32":
             raise ConfigError("reward.source.type=verifier kills processes as Windows cannot: use Linux or macOS")
@@ -95,7 +95,7 @@ class VerifierSource(Source):
 
     @property
     def best_score(self) -> float | None:
-        """Return 1 where the verifiers' own weights are used."""
+        """Return 1 if the verifiers' own weights are used."""
         return None if self.weights or self.how == "gdpo" else 1.0
 
     def reference(self, row: Mapping[str, Any]) -> str | None:
@@ -111,17 +111,17 @@ class VerifierSource(Source):
         return self.model_copy(update={"max_failures": 1.0})
 
     def build(self, context: SourceContext) -> VerifierReward:
-        """Return what grades.
+        """Return the source that grades.
 
         Raises:
-            UserError: what a grader needs is not there.
+            UserError: a package or a file of a grader is missing.
         """
         self.check()
         return VerifierReward(self, context.tokenizer, may_abstain=context.may_abstain or context.leaves_out)
 
     @model_validator(mode="after")
     def _check_weights(self) -> VerifierSource:
-        """Check the names of weights, where the names that the graders give are known before they grade."""
+        """Check the names of weights, if the names that the graders give are known before they grade."""
         if not all(grader.default_weights for grader in (self.grader, *self.graders.values())):
             return self
         choices = Grader.choices()  # a row may name any of them
@@ -158,9 +158,9 @@ def settingless(name: object) -> Grader | None:
 
 
 class VerifierReward:
-    """Grades completions in child processes; the parts are the named rewards and what became of the gradings.
+    """Grades completions in child processes; the parts are the named rewards and the outcomes of the gradings.
 
-    A grade without a name is called as its verifier is. `verifier/timeout`, `verifier/error` and `verifier/none` are 1
+    A grade without a name has the verifier's name. `verifier/timeout`, `verifier/error` and `verifier/none` are 1
     for the completions whose grading took too long, failed, or did not apply; `verifier/seconds` is its time.
     """
 
@@ -215,13 +215,13 @@ class VerifierReward:
         return self.pool.grade(list(zip(keys, completions, rows, strict=True)), besides)
 
     def total(self, key: str, outcome: Outcome) -> float | None:
-        """Return the score of a completion by itself, as in an evaluation; None where no grade applies."""
+        """Return the score of a completion by itself, as in an evaluation; None if no grade applies."""
         table = self._named([key], [outcome])
         (value,) = self._combine(table, [key], [outcome], group_size=1)
         return None if math.isnan(value) else value
 
     def _key(self, row: Mapping[str, Any]) -> str:
-        """Return the key of the row's grader. A row may name what is in the configuration, or one of ours.
+        """Return the key of the row's grader. A row may name one in the configuration, or one of ours.
 
         A data set must not run code of its own: the file of a function has to be in `graders`.
         """
@@ -243,7 +243,7 @@ class VerifierReward:
         return str(name)
 
     def _named(self, keys: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-        """Return the named rewards of the completions, by name; NaN where one does not apply.
+        """Return the named rewards of the completions, by name; NaN if one does not apply.
 
         A grading that failed has `on_timeout` in every name of its grader.
         """
@@ -276,7 +276,7 @@ class VerifierReward:
     def _combine(
         self, table: Mapping[str, Sequence[float]], keys: Sequence[str], outcomes: Sequence[Outcome], *, group_size: int
     ) -> list[float]:
-        """Combine the named rewards into a score each; NaN where none applies."""
+        """Combine the named rewards into a score each; NaN if none applies."""
         import torch
 
         failed = torch.tensor([outcome.state in ("timeout", "error") for outcome in outcomes])
@@ -293,7 +293,7 @@ class VerifierReward:
         return _floats(torch.where(failed, self.source.on_timeout, values))
 
     def _check_weights(self, given: Mapping[str, Sequence[float]]) -> None:
-        """Check that no weight has a name that no grade has, where a reward of nearly that name goes without one."""
+        """Check that no weight has a name that no grade has, if a reward of nearly that name goes without one."""
         weights = self.source.weights
         unweighted = [name for name in given if name not in weights]
         for name in weights.keys() - given.keys():

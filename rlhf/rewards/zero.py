@@ -1,4 +1,4 @@
-"""A reward source that scores every completion 0: what a run learns from is something else, as a teacher."""
+"""A reward source that scores every completion 0, for a run that learns from something else, such as a teacher."""
 
 from __future__ import annotations
 

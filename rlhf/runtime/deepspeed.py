@@ -84,14 +84,14 @@ def _read_shard(
     stop = min(whole.numel(), start + size)
     whole.data.view(-1)[start:stop].copy_(read(name, start, stop))
     whole.partition()  # type: ignore[attr-defined]
-    whole.data = whole.data.to(shards.local_device)  # it is empty; what asks for the weight's device must see this one
+    whole.data = whole.data.to(shards.local_device)  # it is empty; code that asks for the device must see this one
     return whole
 
 
 def _untouched(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Map memory for a tensor: only the pages that are written take any, and all are given back with the tensor.
 
-    What the allocator hands out may stay with the process, one shard of every weight at a time.
+    Memory from the allocator may stay with the process, one shard of every weight at a time.
     """
     pages = mmap.mmap(-1, max(1, shape.numel()) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype, count=shape.numel()).view(shape)
@@ -197,7 +197,7 @@ class ZeroModel:
         return {"step": step, "moments": moments}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the optimizer state; every rank must be given the whole state, of which it reads what it needs."""
+        """Restore the optimizer state; every rank must be given the whole state, of which it reads its part."""
         step, moments = parse_state(state, self.named, self.config.optimizer)
         if not moments:
             return
@@ -333,7 +333,7 @@ def full_state(module: nn.Module, *, keep: bool, trained_only: bool) -> dict[str
 def copies(named: Mapping[str, nn.Parameter], keep: Callable[[str], bool]) -> dict[str, Tensor]:
     """Return whole copies on the CPU of the weights that `keep` names; every rank must call it with the same weights.
 
-    They are gathered a few at a time, and all ranks take part, whatever each of them keeps.
+    They are gathered a few at a time, and all ranks take part, also if they keep none.
     """
     whole: dict[str, Tensor] = {}
     for group in _gather_groups(named):

@@ -23,7 +23,7 @@ DEVICE_ERRORS = (  # in RuntimeErrors that torch raises without a class of their
     "device type for generator",
     "operation not permitted when stream is capturing",
 )
-OUT_OF_MEMORY = (  # in RuntimeErrors of what allocates beside torch: Metal, CUDA's driver, cuBLAS
+OUT_OF_MEMORY = (  # in RuntimeErrors of allocators beside torch: Metal, CUDA's driver, cuBLAS
     "MPS backend out of memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -60,10 +60,10 @@ def empty_cache() -> None:
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return whether an error is about the device and not about what it computes: it says nothing about a model.
+    """Return whether an error is about the device and not about the computation: it says nothing about a model.
 
-    That is: out of memory, an error of CUDA or another accelerator, tensors on different devices. Whoever tries out
-    whether a model supports something must let it pass.
+    That is: out of memory, an error of CUDA or another accelerator, tensors on different devices. A trial of whether
+    a model supports something must let it pass.
     """
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         return True
@@ -78,7 +78,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 class SideStream:
     """A stream of its own for work in another thread: on the default stream it would only queue behind the rest.
 
-    The work waits for what was launched before it, and the thread that takes its result up waits for the work. On a CPU
+    The work waits for earlier launches, and the thread that takes its result up waits for the work. On a CPU
     there are no streams, and nothing changes.
     """
 
@@ -106,8 +106,8 @@ def choose_precision(config: C) -> tuple[C, list[str]]:
     """Choose the dtype of a run's arithmetic by its device, and return the configuration with it and a line about it.
 
     A GPU that has bfloat16 uses it unless the file sets the dtype: weights, their optimizer state, the residual stream,
-    softmaxes and losses stay in float32. A CPU whose products are slower with it computes in float32 whatever the file
-    sets.
+    softmaxes and losses stay in float32. A CPU whose products are slower with it computes in float32 despite the
+    file.
 
     Raises:
         ConfigError: run.device names a device that torch does not see.
@@ -125,7 +125,7 @@ def choose_precision(config: C) -> tuple[C, list[str]]:
 
 
 def _gpu_has_bfloat16() -> bool:
-    """Return whether the GPU computes in bfloat16 itself; those before Ampere emulate it, and are slower with it."""
+    """Return whether the GPU computes in bfloat16 itself; GPUs before Ampere emulate it, and are slower with it."""
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
@@ -145,7 +145,7 @@ def cpu_gains_by_bfloat16() -> bool:
     return cpu_has_bfloat16_products() and not hides_amx
 
 
-_TRIAL = threading.RLock()  # what is set here holds for the process: two threads must not restore each other's
+_TRIAL = threading.RLock()  # the setting is of the whole process: two threads must not restore each other's
 
 
 def set_products(device: torch.device, *, tf32: bool) -> None:

@@ -28,7 +28,7 @@ class RankRows:
     """The rows of one rank: `rows` has the same length on every rank, and its first `live` entries are the rank's own.
 
     The others repeat a row as padding, and their results are discarded: every rank must run the same number of passes,
-    because those of a sharded model are collective.
+    because the passes of a sharded model are collective.
     """
 
     rows: Tensor  # int64
@@ -113,7 +113,7 @@ class Distributed:
         """Run `work` on the main rank only and return its result on every rank.
 
         Raises:
-            Exception: what `work` raised; on the other ranks a UserError of its text, unless it is one or an OSError.
+            Exception: the error of `work`; on the other ranks a UserError of its text, unless it is one or an OSError.
         """
         if self.world == 1:
             return work()
@@ -168,7 +168,7 @@ class Distributed:
         """Run `work` on every rank and return the local result once it has succeeded on all; if one fails, all raise.
 
         Raises:
-            Exception: what `work` raised here, or on the first other rank that failed (the same if it is a UserError or
+            Exception: the error of `work` here or on the first other rank that failed (the same if it is a UserError or
                 OSError, else a UserError of its text).
         """
         if self.world == 1:
@@ -189,7 +189,7 @@ SINGLE_PROCESS = Distributed()
 
 @contextmanager
 def _detect_lost_ranks() -> Iterator[None]:
-    """Raise RankLost where a collective fails: gloo and NCCL report a missing rank as a RuntimeError."""
+    """Raise RankLost if a collective fails: gloo and NCCL report a missing rank as a RuntimeError."""
     try:
         yield
     except torch.OutOfMemoryError:

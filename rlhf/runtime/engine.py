@@ -1,4 +1,4 @@
-"""Where a run computes: its device, its ranks, and models trained on them, replicated or sharded by DeepSpeed.
+"""The device and the ranks of a run, and models trained on them, replicated or sharded by DeepSpeed.
 
 Gradients are summed over the ranks bucket by bucket, while the backward pass that completes them goes on.
 """
@@ -50,10 +50,10 @@ class TrainableModel(Protocol):
         """Discard the accumulated gradient."""
 
     def state(self) -> dict[str, Any]:
-        """Return the optimizer state by parameter name, unsharded; under sharding that of the weights a rank owns."""
+        """Return the optimizer state by parameter name, unsharded; under sharding only for the rank's weights."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned, under this or any other sharding."""
+        """Restore a result of `state`, under this or any other sharding."""
 
 
 @runtime_checkable
@@ -221,7 +221,7 @@ class Engine:
     def whole(self, module: nn.Module, dtype: str = "float32") -> Iterator[None]:
         """Gather all weights of `module` on every rank, read-only, so that ranks may run independent forward passes.
 
-        Where `dtype` is bfloat16, the arithmetic of the passes, matrices that are cast to it for every product arrive
+        If `dtype` is bfloat16, the arithmetic of the passes, matrices that are cast to it for every product arrive
         in it. Under sharding.rollout=layered nothing is gathered here.
         """
         if self._zero is None or not self.splits_weights or self.samples_in_layers:
@@ -276,7 +276,7 @@ class Engine:
             self._zero.release(module)
 
     def total_memory(self) -> float | None:
-        """Return the bytes that a run may use: all of the GPU, or what is free on the machine; None if not known."""
+        """Return the bytes that a run may use: all of the GPU, or the free memory of the machine; None if not known."""
         if self.device.type == "cuda":
             return float(torch.cuda.get_device_properties(self.device).total_memory)
         return host_memory() if self.device.type == "cpu" else None
@@ -372,7 +372,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], ranks: Distributed) -> Ite
 
     A bucket's sum starts as soon as its gradients are complete, the parameters that come last in the model first, so
     that all but the last one overlap with the pass. Buckets and their order depend on the parameters alone and so are
-    the same on every rank, whatever the order in which gradients arrive.
+    the same on every rank, for any order in which gradients arrive.
 
     Raises:
         RuntimeError: a gradient changed after its bucket's sum had started.
@@ -412,7 +412,7 @@ class _Buckets:
             self._start()
 
     def finish(self) -> None:
-        """Start the sums of what this pass did not reach but earlier ones did, and wait for all of them."""
+        """Start the sums of gradients that only earlier passes reached, and wait for all sums."""
         while self._started < len(self._buckets):
             self._start()
         for wait in self._sums:

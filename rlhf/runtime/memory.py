@@ -36,7 +36,7 @@ def keep_memory() -> bool:
     since blocks of different sizes no longer have pages of their own; see `return_gaps`. Does nothing except on Linux
     with glibc; results never depend on it.
     """
-    global _trim  # as the allocator's settings are, for the whole process
+    global _trim  # for the whole process, like the allocator's settings
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
     try:
@@ -54,7 +54,7 @@ def keep_memory() -> bool:
 def return_gaps() -> None:
     """Return to the system the freed memory that `keep_memory` keeps.
 
-    Call it where the process is about to need most, and what lies between the blocks in use does not fit what comes.
+    Call it before the need is greatest, if the gaps between the blocks in use do not fit the next tensors.
     """
     if _trim is not None:
         _trim(0)
@@ -111,7 +111,7 @@ class MemoryProfiler:
 def make_memory_profiler(device: torch.device) -> MemoryProfiler:
     """Create a gauge of the GPU allocator's peak if `device` is a GPU, else of the process's resident set size.
 
-    An Apple GPU's allocator counts no peak; what Metal has given to it is measured at the ends of the phases.
+    An Apple GPU's allocator counts no peak; Metal's memory is measured at the ends of the phases.
     """
     if device.type == "cuda":
         return MemoryProfiler(
@@ -132,7 +132,7 @@ def _peak_resident_mb() -> float:
 
 
 def _peak_resident_mb_elsewhere() -> float:
-    """Return the peak since the start of the process, in MB; on Windows, what is resident now."""
+    """Return the peak since the start of the process, in MB; on Windows, the resident memory now."""
     if resource is None:
         return float(psutil.Process().memory_info().rss) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere; see getrusage(2)

@@ -1,4 +1,4 @@
-"""What leaves the device while a part of a step does not read it: frozen models, and the moments of the optimizers."""
+"""Tensors that leave the device while a step does not read them: frozen models, and the moments of the optimizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Store(Protocol):
     """Memory beside the device's. A tensor whose numbers are in it stays the same object."""
 
     def put(self, tensors: Sequence[Tensor], kept: Sequence[Tensor] | None) -> list[Tensor]:
-        """Move the numbers of tensors here, and return them; `kept` are those of an earlier call, still valid."""
+        """Move the numbers of tensors here, and return them; `kept` are from an earlier call, still valid."""
 
     def get_back(self, tensors: Sequence[Tensor]) -> None:
         """Move the numbers of tensors back to the device."""
@@ -54,7 +54,7 @@ class HostStore:
 
 
 def store_of(device: torch.device) -> Store | None:
-    """Return where tensors of a device can go; None for a CPU, which has no other memory."""
+    """Return the place where tensors of a device can go; None for a CPU, which has no other memory."""
     return None if device.type == "cpu" else HostStore(device)
 
 
@@ -66,7 +66,7 @@ class Movable:
 
         Args:
             tensors: returns them; called each time they leave, since an optimizer makes its state at its first step.
-            store: where they go.
+            store: the memory to which they go.
             is_constant: whether they are always the same and nothing writes to them, so that one copy serves always.
         """
         self._tensors, self._store, self._is_constant = tensors, store, is_constant
@@ -94,7 +94,7 @@ class Movable:
 
 @dataclass(frozen=True)
 class Offload:
-    """What of a run leaves the device, and when. The default moves nothing.
+    """The parts of a run that leave the device, and the times. The default moves nothing.
 
                     rollout    score, annotate, evaluate    update
     frozen models   away       here                         away
@@ -112,7 +112,7 @@ class Offload:
         return any(part is not None for part in (self.frozen, self.moments, self.free_sampler))
 
     def rest(self) -> None:
-        """Move everything to where it is between rollouts and updates."""
+        """Move everything to its place between rollouts and updates."""
         if self.moments is not None:
             self.moments.leave()
         if self.frozen is not None:

@@ -18,7 +18,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def derive_seed(seed: int, *names: int | str) -> int:
-    """Derive a 63-bit seed from `seed` for the purpose given by `names`, independent of those for other names."""
+    """Derive a 63-bit seed from `seed` for the purpose given by `names`, independent of the seeds for other names."""
     text = "/".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -30,7 +30,7 @@ def generator(seed: int, *names: int | str) -> torch.Generator:
 
 @contextmanager
 def seeded_initialization(seed: int) -> Iterator[None]:
-    """Seed what libraries initialize inside the context (adapters, embedding rows of added tokens) from `seed`."""
+    """Seed weights that libraries initialize in the context (adapters, embedding rows of added tokens) from `seed`."""
     with torch.random.fork_rng():
         torch.manual_seed(derive_seed(seed, "new weights"))
         yield

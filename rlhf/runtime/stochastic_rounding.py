@@ -1,7 +1,7 @@
 """Trained weights in bfloat16: each step is computed in float32, one weight after the other, and rounded at random.
 
-bfloat16 has 8 bits of precision, so that rounding to the nearest drops every step below 1/512 of a weight, which most
-steps of fine-tuning are. A number is rounded up with the probability of its distance to the lower neighbour, so that
+bfloat16 has 8 bits of precision, so that rounding to the nearest drops every step below 1/512 of a weight, most
+steps of fine-tuning. A number is rounded up with the probability of its distance to the lower neighbour, so that
 the mean of the result is the number (Gupta et al. 2015): small steps count on average. There is no copy of the weights
 in float32; the float32 numbers of one weight exist at a time.
 """
@@ -38,13 +38,13 @@ def round_to_bfloat16(numbers: Float[Tensor, "*shape"], generator: torch.Generat
 
 
 class StochasticRounding:
-    """An optimizer of torch's that also steps weights in bfloat16; its state is that of the weights in float32."""
+    """An optimizer of torch's that also steps weights in bfloat16; its state is as for weights in float32."""
 
     def __init__(self, named: Mapping[str, nn.Parameter], config: OptimizerConfig, make: Make, *, key: str) -> None:
         """Create the optimizer.
 
         Args:
-            named: the trained weights by name; those in other dtypes are stepped as usual.
+            named: the trained weights by name; weights in other dtypes are stepped as usual.
             config: its settings.
             make: makes the optimizer of the weights in float32.
             key: names the model; it and the step decide the random numbers, so that a resumed run has the same.

@@ -46,7 +46,7 @@ def forced_tail(vocabulary: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class CanaryReading:
-    """What a server said of the canary's tokens, and what the trainer says: nats, and the largest difference."""
+    """The log-probabilities of the canary's tokens from server and trainer, in nats, and the largest difference."""
 
     drawn: Completions
     served_drawn: Tensor  # [B, T]
@@ -72,7 +72,7 @@ def compare_with_server(
 
     Args:
         models: the trainer's.
-        prompts: what was sent.
+        prompts: the prompts that were sent.
         answer: the completions of the prompts.
         forced: the first prompt followed by the tail.
         scored: the log-probability of each token of `forced` after the first, at temperature 1.
@@ -101,8 +101,8 @@ def compare_with_server(
 def is_rounding(models: Models, reading: CanaryReading) -> bool:
     """Check whether arithmetic in 16 bits or TF32 explains the differences, by the trainer's own.
 
-    Each has to be at most ROUNDINGS times what the trainer's arithmetic changes on the same tokens against full
-    float32. It changes unlikely tokens most. In full float32 it changes nothing, and the answer is no.
+    Each has to be at most ROUNDINGS times the change by the trainer's arithmetic on the same tokens against full
+    float32. Unlikely tokens change most. In full float32 nothing changes, and the answer is no.
     """
     wide = replace(models, dtype="float32")
     for rows, difference, temperature in (
@@ -177,7 +177,7 @@ def likely_cause(models: Models, reading: CanaryReading, older: Mapping[str, Ten
 
 
 def _cause_of_drawn(models: Models, reading: CanaryReading) -> str:
-    """Say why completions differ where the same weights score a forced text right."""
+    """Say why completions differ although the same weights score a forced text right."""
     own = models.policy_tokens(reading.drawn.to(models.device), temperature=1.0).logprobs
     if (
         models.temperature != 1
@@ -207,7 +207,7 @@ def _logprobs(models: Models, rows: Completions, dtype: str | None = None) -> Te
 
 
 def _cut_vocabulary(models: Models, reading: CanaryReading, served: Tensor) -> str | None:
-    """Say whether the server normalizes over fewer tokens: each log-probability is higher by what those have."""
+    """Say whether the server normalizes over fewer tokens: each log-probability is then higher by -log of their sum."""
     logs = _logits(models, reading.forced)[0].log_softmax(-1)
     chosen = reading.forced.completion_ids[0][reading.forced.completion_mask[0]]
     own = logs.gather(1, chosen[:, None]).squeeze(1)
@@ -222,7 +222,7 @@ def _cut_vocabulary(models: Models, reading: CanaryReading, served: Tensor) -> s
 
 
 def _mistakes(models: Models, older: Mapping[str, Tensor]) -> Iterator[tuple[str, _Mistake]]:
-    """Yield mistakes and what to call them."""
+    """Yield mistakes and their names."""
     model = models.policy
     current = pushed_tensors(model)
     old = {name: tensor for name, tensor in older.items() if name in current and tensor.shape == current[name].shape}

@@ -1,6 +1,6 @@
 """Episodes as completions: the policy and an environment take turns, all live episodes of a step at once.
 
-A row is a prompt and then action, observation, action ...: token in, token out. What the policy drew stays as it was
+A row is a prompt and then action, observation, action ...: token in, token out. The policy's tokens stay as they were
 drawn, and an observation is encoded once, as the chat template would write it (rlhf/data/bridge.py). The first turn is
 the sampler's own call, so that an environment of one turn gives the completions of a run without one, bit for bit.
 """
@@ -76,7 +76,7 @@ class Episode:
         self.ended = ended
 
     def observe(self, ids: Sequence[int]) -> None:
-        """Add what the policy reads and did not write."""
+        """Add tokens that the policy reads and did not write."""
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
         self.is_action += [False] * len(ids)
@@ -90,7 +90,7 @@ class Episode:
 
 @dataclass
 class EpisodeCounts:
-    """What is counted while episodes are played, and not in their rows."""
+    """Counts of the played episodes that are not in their rows."""
 
     seconds: float = 0.0
     calls: float = 0.0
@@ -259,7 +259,7 @@ class EpisodeSampler:
         return first
 
     def _prompts(self, rows: Prompts, live: Sequence[Episode], turn: int) -> Prompts:
-        """Return what the live episodes are continued from; on the first turn the rows as they are, if they are."""
+        """Return the prompts from which live episodes go on: on the first turn the rows, unless resets changed them."""
         chosen = rows if len(live) == len(rows) else rows.rows(torch.tensor([episode.row for episode in live]))
         if turn == 0 and all(e.reference is rows.references[e.row] for e in live):
             return chosen
@@ -295,7 +295,7 @@ class EpisodeSampler:
         if not episode.stop:
             episode.observe(observed)
         elif bootstraps and self._fits(episode, len(observed) + 1):
-            episode.observe([*observed, self.encoder.pad_id])  # the value at the last one is that of the observation
+            episode.observe([*observed, self.encoder.pad_id])  # the value at the last one is the observation's
 
     def _room(self, episode: Episode, observed: int) -> StopReason:
         """Return why no action fits after an observation of so many tokens; NONE if one does."""
@@ -309,7 +309,7 @@ class EpisodeSampler:
         return self.context is None or len(episode.prompt) + len(episode.ids) + more <= self.context
 
     def _fail(self, episode: Episode, fault: Fault) -> None:
-        """End an episode whose environment failed, as environment.on_error says."""
+        """End an episode whose environment failed, by the rule of environment.on_error."""
         episode.stop = StopReason.ERROR
         self._faults.append(fault.reason)
         if self.config.on_error == "stop":
@@ -322,7 +322,7 @@ class EpisodeSampler:
             episode.rewards[len(episode.ids) - 1] = 0.0
 
     def _check_faults(self, episodes: Sequence[Episode]) -> None:
-        """Tell of failures, and stop where they are more than single ones.
+        """Report failures, and stop if they are more than single ones.
 
         Raises:
             RewardError: more than 5 % of the episodes failed, and more than one.
@@ -402,7 +402,7 @@ def make_episode_sampler(
 ) -> EpisodeSampler:
     """Make the sampler of episodes, with a pool of environments of its own; see EpisodeSampler.
 
-    Where `steady` is None and environment.prefix_cache is set, a fast sampler reads in each turn only what is new.
+    If `steady` is None and environment.prefix_cache is set, a fast sampler reads only the new tokens of each turn.
 
     Raises:
         ConfigError: the environment cannot be made, or the chat template rewrites earlier turns.

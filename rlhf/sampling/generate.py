@@ -64,7 +64,7 @@ class HFSampler:
         return replace(rows, completion_ids=torch.where(rows.completion_mask, rows.completion_ids, self.pad_id))
 
     def _batches(self, rows: Prompts) -> Iterator[Prompts]:
-        """Yield batches of consecutive rows; where rotations change with the length, they change alike in a batch."""
+        """Yield batches of consecutive rows; if rotations change with the length, they change alike in a batch."""
         if self.switch is None:
             yield from rows.split(self.config.batch_size)
             return
@@ -76,7 +76,7 @@ class HFSampler:
     def _may_cache(self, prompts: Prompts) -> bool:
         """Return whether keys and values may be cached: they hold until rotations change, unless generate knows that.
 
-        Of the models with such rotations, those of Phi's kind have their cache computed anew by generate itself.
+        Of the models with such rotations, Phi's kind have their cache computed anew by generate itself.
         """
         if self.switch is None or int(rotation_kinds(prompts, self.config.max_new_tokens, self.switch).max()) <= 0:
             return True
@@ -199,7 +199,7 @@ class _DrawTokens(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
 
     def support_of(self, mask: Bool[Tensor, "B T"]) -> UInt8[Tensor, "B T W"] | None:
-        """Return which tokens could be drawn, packed and zero outside the mask; None where all could."""
+        """Return which tokens could be drawn, packed and zero outside the mask; None if all could."""
         if not self.supports:
             return None
         return torch.stack(self.supports[: mask.shape[1]], dim=1).cpu() * mask[..., None]

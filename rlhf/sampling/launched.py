@@ -1,4 +1,4 @@
-"""A sampling server that the run starts on its own machine: started again if it dies, and gone when the run is."""
+"""A sampling server that the run starts on its own machine: started again if it dies, and ended with the run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class LaunchedServer:
     """The process of a server. It ends with this one, however this one ends: a pipe between them tells."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, port: int, log: Path) -> None:
-        """Take what to run; nothing is started.
+        """Take the command; nothing is started.
 
         Args:
             command: the program and its arguments.
-            environment: variables besides those of this process.
-            port: where it will listen.
-            log: the file that gets what it prints.
+            environment: variables besides this process's.
+            port: the port where it will listen.
+            log: the file that gets its output.
         """
         self.command, self.environment, self.port, self.log = list(command), dict(environment), port, log
         self.has_answered = False

@@ -52,7 +52,7 @@ class Remote:
     tested: str | None = None  # the version that the canary has compared
     process: LaunchedServer | None = None  # of a server that the run starts
     failure: str = "none"  # why it was left out the last time
-    link: Link | None = None  # what sends it weights; None: it loads them from folders
+    link: Link | None = None  # the sender of its weights; None: it loads them from folders
 
 
 class ServerPool:
@@ -103,7 +103,7 @@ class ServerPool:
             remote.process = process
         self.folders, self._shared = WeightFolders(folder), folder if shared is None else shared
         self.phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
-        self._name = secrets.token_hex(4)  # tells this run's versions from those of other runs and starts
+        self._name = secrets.token_hex(4)  # tells this run's versions from versions of other runs and starts
         self._count = 0
         self._digests: dict[str, str] = {}
         self._delta: tuple[Path, str] | None = None  # the newest folder of changes, and the version that it changes
@@ -147,7 +147,7 @@ class ServerPool:
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Look for changed weights once in the body, and keep others from changing those of the servers in it.
+        """Look for changed weights once in the body, and keep others from changing the servers' weights in it.
 
         The policy must not change in the body, as between the turns of an episode.
         """
@@ -159,7 +159,7 @@ class ServerPool:
                 self._is_steady = self._is_current = False
 
     def _update(self, policy: PushedPolicy) -> None:
-        """Find out what has changed since the last push, write it, and push it to the servers that answer."""
+        """Find the tensors changed since the last push, write them, and push them to the servers that answer."""
         tensors = policy.tensors()
         digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
         if digests != self._digests or not self._count:
@@ -169,7 +169,7 @@ class ServerPool:
             self._bring_up_to_date(remote, policy, tensors)
 
     def _ensure_processes(self) -> None:
-        """Start the servers of this run that do not run, and wait for their answers where no other server answers.
+        """Start the servers of this run that do not run, and wait for their answers if no other server answers.
 
         Raises:
             SamplingError: one ended before it answered, or does not answer in time.

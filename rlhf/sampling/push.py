@@ -1,4 +1,4 @@
-"""Weights on their way to servers: what changed, a folder of safetensors, written whole or not at all."""
+"""Weights on their way to servers: the changed tensors, a folder of safetensors, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def pushed_tensors(model: CausalLM) -> dict[str, Tensor]:
-    """Return what a server has to get, by name: the adapter's tensors if there is one, else all weights.
+    """Return the tensors for a server, by name: the adapter's if there is one, else all weights.
 
     Tied weights are there once, by their first name, as in the files of published models.
     """
@@ -88,7 +88,7 @@ def load_tensors(model: CausalLM, tensors: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class PushedPolicy:
-    """The policy that servers sample for: its tensors, and what the trainer itself computes with it."""
+    """The policy that servers sample for: its tensors, and the models with which the trainer computes."""
 
     models: Models
 
@@ -108,7 +108,7 @@ class PushedPolicy:
         return not any(weight.requires_grad for weight in self.model.parameters())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a server has to get, by name; no copies."""
+        """Return the tensors for a server, by name; no copies."""
         return pushed_tensors(self.model)
 
     def write_config(self, folder: Path) -> None:

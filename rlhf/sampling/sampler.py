@@ -35,7 +35,7 @@ class OffloadingSampler:
     """A sampler during whose rollouts the models that it does not read are off the device."""
 
     def __init__(self, sampler: Sampler, offload: Offload) -> None:
-        """Set the sampler and what leaves the device."""
+        """Set the sampler, and the offload of the models."""
         self.sampler, self.offload = sampler, offload
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
@@ -60,9 +60,9 @@ def make_sampler(
     kept: KeptSteps | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Sampler:
-    """Make the sampler that `sampling.backend` asks for; `warn` is called with the reason where auto is not fast.
+    """Make the sampler that `sampling.backend` asks for; `warn` is called with the reason if auto is not fast.
 
-    Samplers from one model, with one dtype, may share what the fast one keeps on a GPU: `kept`.
+    Samplers from one model, with one dtype, may share the memory of the fast one on a GPU: `kept`.
 
     Raises:
         ConfigError: the backend is `fast`, which cannot sample from this model, or under sharding.rollout=layered.

@@ -1,7 +1,7 @@
-"""Our sampler behind vLLM's routes, for another process or machine: what `rlhf serve-policy` runs.
+"""Our sampler behind vLLM's routes, for another process or machine: the server of `rlhf serve-policy`.
 
 Beyond vLLM's fields it takes `rlhf: {rows, width, greedy, pad_id, batch_size, frozen, support}` in /v1/completions,
-with which it draws exactly what the trainer would draw, and answers GET /weights with the version and the digests of
+with which it draws exactly the trainer's tokens, and answers GET /weights with the version and the digests of
 its weights.
 """
 
@@ -240,7 +240,7 @@ class PolicyService:
         self._trained = [weight for weight in self.model.parameters() if weight.requires_grad]
 
     def _round(self, tensors: Mapping[str, Tensor]) -> None:
-        """Round matrices in the server's memory, and remember what they were."""
+        """Round matrices in the server's memory, and remember their numbers."""
         if self.weights == "exact":
             return
         own = pushed_tensors(self.model)
@@ -252,7 +252,7 @@ class PolicyService:
                 own[name].copy_(round_to_int8(own[name]))
 
     def digests(self) -> dict[str, str]:
-        """Return the digest of each tensor in memory; of rounded ones, before they were."""
+        """Return the digest of each tensor in memory; of rounded ones, before the rounding."""
         with self._lock:
             return {name: tensor_digest(tensor) for name, tensor in pushed_tensors(self.model).items()} | self._exact
 
@@ -298,7 +298,7 @@ class PolicyService:
         return {}
 
     def call(self, method: str, arguments: Mapping[str, Any]) -> None:
-        """Call a method by name, as /collective_rpc does.
+        """Call a method by name, like /collective_rpc.
 
         Raises:
             BadRequest: there is no such method, or it fails.
@@ -331,10 +331,10 @@ def _choice(completions: Completions, row: int, prompt: list[int], scored: list[
 
 
 def _limits(body: Mapping[str, Any], *, returns_support: bool) -> SamplingLimits:
-    """Return what leaves tokens out.
+    """Return the limits that leave tokens out.
 
     Raises:
-        BadRequest: something does, and the client does not ask for what was left.
+        BadRequest: there are some, and the client does not ask for the tokens left.
     """
     given: dict[str, Any] = {}
     for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):

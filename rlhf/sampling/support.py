@@ -1,4 +1,4 @@
-"""The tokens that may be drawn: what the settings leave, and text on its way from a server to the trainer."""
+"""The tokens that may be drawn, by the settings, and as text on its way from a server to the trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEVEL = 1  # of compression: most bits are 0, and speed counts
 
 
 def limits_of(config: SamplingConfig) -> SamplingLimits:
-    """Return what leaves tokens out of sampling."""
+    """Return the settings that leave tokens out of sampling."""
     return SamplingLimits(top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
 
 

@@ -34,7 +34,7 @@ class JsonHttp:
 
         Args:
             url: the address, without a route.
-            timeout_s: how long a request may go without data, in seconds.
+            timeout_s: the most seconds of a request without data.
             secret: sent as bearer token, and never part of an error.
 
         Raises:
@@ -66,7 +66,7 @@ class JsonHttp:
 
         Raises:
             ServerDown: there was no answer.
-            ServerRefused: the answer is an error; or, where it is to be JSON, is none.
+            ServerRefused: the answer is an error; or is not JSON, if it has to be.
         """
         import http.client
 

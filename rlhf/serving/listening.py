@@ -1,4 +1,4 @@
-"""Where a server of ours listens, and the token that its clients have to send."""
+"""The address of a server of ours, and the token that its clients have to send."""
 
 from __future__ import annotations
 

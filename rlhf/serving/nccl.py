@@ -20,7 +20,7 @@ SHORT_S = 60.0
 
 
 def trainer_side() -> tuple[Any, Any, Any]:
-    """Return what vLLM has for a trainer: the factory of engines, the source of tensors, and the group's settings.
+    """Return vLLM's parts for a trainer: the factory of engines, the source of tensors, and the group's settings.
 
     Raises:
         ConfigError: vLLM is not installed here, is older than 0.32, or does not load.
@@ -55,11 +55,11 @@ class NcclLink:
         """Open a group, unless the server has the weights that this one sent last, and so is in it.
 
         Args:
-            tensors: what is to be sent.
-            version: that the server says it has.
+            tensors: the tensors to send.
+            version: the one that the server reports.
 
         Raises:
-            SamplingError: no group came about; the server has the weights that it had.
+            SamplingError: no group came about; the server keeps its weights.
         """
         self._tensors = tensors
         if self._engine is not None and version == self._version:
@@ -102,7 +102,7 @@ class NcclLink:
         return factory.trainer_init(info, client=self, source=source(self))
 
     def _watched(self, work: Callable[[], T], failure: str, cure: str) -> T:
-        """Do what waits in NCCL for the server, and for ever if it does not come, until a request to it has failed."""
+        """Run a call that waits in NCCL for the server, if need be for ever, until a request to it has failed."""
         import torch
 
         device = next(iter(self._tensors.values())).device
@@ -151,7 +151,7 @@ class NcclLink:
         self._tell("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Tell the server that it has all; of which version, it is told when it samples again."""
+        """Tell the server that it has all tensors; it gets their version when it samples again."""
         del weight_version
         self._tell("/finish_weight_update")
 

@@ -22,7 +22,7 @@ EXACT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """Prompts to complete: the same fields give the same completions, whichever server is asked."""
+    """Prompts to complete: the same fields give the same completions from every server."""
 
     prompts: Sequence[Sequence[int]]  # token ids, without padding
     rows: Sequence[int]  # the number of each prompt within the step, by which its draws are keyed
@@ -37,7 +37,7 @@ class Ask:
     batch_size: int  # rows decoded together
     frozen: bool = False  # whether the trainer's weights need no gradient: last bits depend on it
     adapted: bool = False  # whether the policy is an adapter that was pushed
-    limits: Mapping[str, float] = field(default_factory=dict)  # top_k, top_p, min_p, where they leave tokens out
+    limits: Mapping[str, float] = field(default_factory=dict)  # top_k, top_p, min_p, if they leave tokens out
 
 
 @dataclass(frozen=True, kw_only=True)

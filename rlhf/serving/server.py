@@ -1,4 +1,4 @@
-"""The family of sampling servers: settings, and what the trainer asks a server of each kind."""
+"""The family of sampling servers: settings, and the trainer's requests to a server of each kind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Link(Protocol):
         """Send them as this version."""
 
     def close(self) -> None:
-        """Release what is held."""
+        """Release all that is held."""
 
 
 class CanaryConfig(Section):
@@ -49,7 +49,7 @@ class CanaryConfig(Section):
     """Tokens of each of these completions."""
     bound: Positive | None = None
     """Largest difference of a token's log-probability, in nats; beyond it the run stops. null: 1e-3, in bfloat16
-    0.1, or twice what the trainer's own rounding changes on the same tokens."""
+    0.1, or twice the change by the trainer's own rounding on the same tokens."""
 
     def bound_for(self, dtype: str) -> float:
         """Return the bound for weights and arithmetic of this dtype."""
@@ -80,7 +80,7 @@ class LaunchConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What a server is started for."""
+    """The model and the arithmetic of a server to start."""
 
     model: str  # the policy's: a folder with weights, or a hub id
     port: int
@@ -100,7 +100,7 @@ class Server(Choice):
     takes_changes: ClassVar[bool] = False
     """Whether a push may hold only the tensors that have changed."""
     returns_support: ClassVar[bool] = False
-    """Whether answers say which tokens could be drawn, where sampling leaves some out."""
+    """Whether answers say which tokens could be drawn, if sampling leaves some out."""
 
     type: str
     urls: list[str] = []
@@ -169,7 +169,7 @@ class Server(Choice):
         del device, trains_adapter
 
     def link(self, http: JsonHttp) -> Link | None:
-        """Return what sends weights to a server; None: it loads them from a folder."""
+        """Return the sender of weights to a server; None: it loads them from a folder."""
         del http
         return None
 
@@ -190,7 +190,7 @@ class Server(Choice):
         raise NotImplementedError
 
     def push(self, http: JsonHttp, push: Push) -> None:
-        """Make the server load weights, and forget what it has computed with those before."""
+        """Make the server load weights, and forget all results of earlier weights."""
         raise NotImplementedError
 
     def digests(self, http: JsonHttp) -> Mapping[str, str] | None:

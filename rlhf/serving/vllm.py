@@ -56,7 +56,7 @@ class VllmServer(Server):
         return params
 
     def command(self, launch: Launch) -> list[str]:
-        """Start vLLM; what a GPU or a CPU needs besides is in launch.arguments."""
+        """Start vLLM; launch.arguments has the further needs of a GPU or a CPU."""
         program = self.launch.program if self.launch is not None else None
         command = [program or "vllm", "serve", launch.model, "--served-model-name", self.model]
         command += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]

@@ -2,7 +2,7 @@
 
 - `blimp`, `detox`, `gsm8k`, `harmful`, `hh`, `ifeval`, `lab`, `persona`, `toxicity`, `truthfulqa`, `xstest`.
 - `harness`: any task of lm-eval, run by `lm_eval` (an extra).
-- `suite`: what all of them have, and how they are found by name. `subject`: the model under evaluation.
+- `suite`: their common base, and the search by name. `subject`: the model under evaluation.
 - `metrics`: accuracy, exact match, win rate, pass@k and distinct n-grams, computed by the `evaluate` library.
 - `questions`: read rows, sample answers, and their figures with confidence intervals.
 - `refusals`: the detectors of refusals, and their check by people's labels. `profanity`: the judge of toxicity.

@@ -41,7 +41,7 @@ class MinimalPair:
 
 
 def read_minimal_pair(values: Mapping[str, object]) -> MinimalPair:
-    """Read a row with `good`, `bad` and, where there are any, `paradigm` and `phenomenon`.
+    """Read a row with `good`, `bad` and, if there are any, `paradigm` and `phenomenon`.
 
     Raises:
         BadRow: a sentence is missing, or both are equal.

@@ -87,7 +87,7 @@ class Judged:
 
 
 def read_toxic_sentence(values: Mapping[str, object]) -> ToxicSentence:
-    """Read a row with `prompt`, `sentence` and, where there are any, `rewrites`.
+    """Read a row with `prompt`, `sentence` and, if there are any, `rewrites`.
 
     Raises:
         BadRow: there is no prompt or no sentence.
@@ -250,6 +250,6 @@ class DetoxSuite(AnswerSuite):
         )
 
     def _judge(self, measures: Subject | None, sentences: Sequence[str], texts: Sequence[str]) -> Judged:
-        """Judge texts that no model sampled as those that one did, with the same limit of the perplexity."""
+        """Judge texts that no model sampled like sampled ones, with the same limit of the perplexity."""
         surprise = None if measures is None or self.max_perplexity is None else perplexities(measures, texts)
         return judge(sentences, texts, surprise, self.max_perplexity)

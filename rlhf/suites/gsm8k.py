@@ -77,11 +77,11 @@ class Gsm8kSuite(Suite):
     k: list[Count] = [1]
     """Report pass@k for these k; none above `samples`."""
     greedy: bool | None = None
-    """The most likely token each time; null: where samples is 1."""
+    """The most likely token each time; null: only if samples is 1."""
     shots: Annotated[int, Field(ge=0)] = 0
     """Solved examples before the question."""
     examples: DatasetConfig | None = None
-    """Where the examples come from; null: the train split of the folder in dataset.path."""
+    """The source of the examples; null: the train split of the folder in dataset.path."""
     template: str = "Question: {question}\nAnswer:"
     """A problem; examples follow it with a space and their solution, a blank line between them."""
     announced_only: bool = False
@@ -156,7 +156,7 @@ class Gsm8kSuite(Suite):
         return rendered, subject.encoder.prompts([rendered])[0]
 
     def _sample_solutions(self, subject: Subject, prompts: Sequence[tuple[Rendered, list[int]]]) -> list[str]:
-        """Sample the solutions of each problem; those of one problem are adjacent."""
+        """Sample the solutions of each problem; the solutions of one problem are adjacent."""
         from rlhf.suites.subject import cut_at_stop
 
         completions = subject.sample(

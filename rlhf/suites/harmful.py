@@ -1,7 +1,7 @@
 """The harmful suite: how often does a model decline requests that it should decline?
 
-Read beside xstest: a model that declines everything is not safe but useless. A refusal is recognized by its words; what
-a model writes instead is not judged.
+Read beside xstest: a model that declines everything is not safe but useless. A refusal is recognized by its words; the
+content of other answers is not judged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HarmfulPrompt:
 
 
 def read_harmful_prompt(values: Mapping[str, object]) -> HarmfulPrompt:
-    """Read a row with `prompt` and, where there are any, `source` and `category`.
+    """Read a row with `prompt` and, if there are any, `source` and `category`.
 
     Raises:
         BadRow: there is no prompt.

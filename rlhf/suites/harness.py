@@ -40,7 +40,7 @@ class HarnessSuite(Suite):
         """Check that lm-eval is installed.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is missing.
         """
         if importlib.util.find_spec("lm_eval") is None:
             raise ConfigError(f"--suite lm-eval:… needs the package lm-eval: {install_hint('lm-eval')}")

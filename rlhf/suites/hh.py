@@ -61,7 +61,7 @@ class HhSuite(Suite):
     dataset: EvalPairs
     """Preference pairs; --data is dataset.path."""
     source: Annotated[Source, OneOf()] | None = None
-    """What scores completions; null: the run's judge or reward, if it has one."""
+    """The source of scores; null: the run's judge or reward, if it has one."""
     reference: str | None = None
     """Folder or hub id of the reference of DPO's implicit reward, whose completions are also compared."""
     beta: Positive = 0.1

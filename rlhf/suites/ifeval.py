@@ -68,11 +68,11 @@ class IfevalSuite(AnswerSuite):
     best_of: Count = 1
     """Sample this many answers to each prompt and keep the one that `source` scores highest."""
     source: Annotated[Source, OneOf()] | None = None
-    """What picks the best answer if best_of is above 1; null: the run's judge or reward, if it has one."""
+    """The source that picks the best answer if best_of is above 1; null: the run's judge or reward, if it has one."""
 
     @model_validator(mode="after")
     def _check_source(self) -> IfevalSuite:
-        """Check that something picks the best answer where several are sampled."""
+        """Check that something picks the best answer if several are sampled."""
         if self.best_of > 1 and self.source is None:
             raise ValueError(f"best_of is {self.best_of}, but nothing picks the best: set source")
         return self
@@ -110,7 +110,7 @@ class IfevalSuite(AnswerSuite):
         )
 
     def _answer(self, items: Sequence[Item[Instruction]], subject: Subject, context: SuiteContext) -> Answers:
-        """Answer every prompt, with the best of `best_of` answers where these are several."""
+        """Answer every prompt, with the best of `best_of` answers if these are several."""
         pick = None
         if self.best_of > 1 and self.source is not None:
             source = context.build_source(self.source)

@@ -61,7 +61,7 @@ class LabSuite(Suite):
         yield from models_named(reference=self.reference)
 
     def run(self, subject: Subject, context: SuiteContext) -> SuiteResult:
-        """Score answers by the gold reward, and compare them with those of `reference`.
+        """Score answers by the gold reward, and compare them with the answers of `reference`.
 
         Raises:
             DataError: there is no usable prompt.
@@ -106,7 +106,7 @@ class LabSuite(Suite):
 
 
 def _comparison(totals: Sequence[float], start: Sequence[float], seed: int) -> list[Estimate]:
-    """Compare the gold rewards with those of the reference's answers."""
+    """Compare the gold rewards with the gold rewards of the reference's answers."""
     differences = [a - b for a, b in zip(totals, start, strict=True)]
     worth_more = "the model's answer is worth more; a tie counts half"
     return [

@@ -50,7 +50,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """
 
     def __init__(self, subject: Subject, *, seed: int) -> None:
-        """Wrap `subject`; `seed` is that of the sampling."""
+        """Wrap `subject`; `seed` is of the sampling."""
         super().__init__()
         self.subject = subject
         self.seed = seed
@@ -65,7 +65,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token that precedes a text without context: the BOS, or the EOS where there is no BOS."""
+        """Return the token that precedes a text without context: the BOS, or the EOS if there is no BOS."""
         prefix = self.subject.encoder.prefix
         return prefix[-1] if prefix else self.eot_token_id
 
@@ -99,7 +99,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return text
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Compute the log-likelihoods of the requests, as lm_eval.api.model.LM says, without a progress bar."""
+        """Compute the log-likelihoods of the requests, in the form of lm_eval.api.model.LM, without a progress bar."""
         logprobs: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return logprobs
 
@@ -148,7 +148,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return texts
 
     def _sample_texts(self, settings: _GenerationSettings, contexts: Sequence[str]) -> list[str]:
-        """Sample one completion of each context, greedily where the settings have no temperature."""
+        """Sample one completion of each context, greedily if the settings have no temperature."""
         sampling = self.subject.sampling.model_copy(
             update={"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature or 1.0}
         )
@@ -214,7 +214,7 @@ def run_task(settings: HarnessSuite, subject: Subject, task: str) -> SuiteResult
 
 
 def _notes(model: HarnessModel) -> Iterator[str]:
-    """Yield what the reader of the result should know about texts that did not fit into the model's context."""
+    """Yield notes for the reader of the result about texts that did not fit into the model's context."""
     if model.shortened:
         yield f"{model.shortened:,} prompts were too long for the model and lost their start"
     if model.cut_continuations:
@@ -299,7 +299,7 @@ def _figures(values: Mapping[str, Any], n: int) -> Iterator[Estimate]:
 
 
 def _estimate(name: str, value: float, error: object, n: int) -> Estimate:
-    """Build the estimate of a metric, with a normal interval where its standard error is known."""
+    """Build the estimate of a metric, with a normal interval if its standard error is known."""
     meaning = "as lm-eval defines it"
     if not isinstance(error, int | float):
         return Estimate(name, value, low=None, high=None, n=n, interval="none", meaning=meaning)
@@ -308,7 +308,7 @@ def _estimate(name: str, value: float, error: object, n: int) -> Estimate:
 
 
 def _temperature(arguments: Mapping[str, Any]) -> float | None:
-    """Return the temperature a request samples at; None where it is greedy, as at temperature 0."""
+    """Return the temperature a request samples at; None if it is greedy, as at temperature 0."""
     given = arguments.get("temperature")
     temperature = 1.0 if given is None else float(given)
     return temperature if arguments.get("do_sample") and temperature > 0 else None
@@ -318,7 +318,7 @@ def _check_sampling(arguments: Mapping[str, Any]) -> None:
     """Check that a request samples with arguments that we support.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it has others.
     """
     unknown = {name for name, value in arguments.items() if name not in KNOWN_GENERATION and value is not None}
     if unknown:

@@ -56,7 +56,7 @@ class ItemLogOdds:
     """The log odds of Yes on one item, log P(Yes) - log P(No) in nats, for each order of the offered answers."""
 
     yes_matches: bool
-    log_odds: tuple[float, ...]  # Yes offered first, then No offered first where both orders are asked
+    log_odds: tuple[float, ...]  # Yes offered first, then No offered first if both orders are asked
 
     @property
     def balanced(self) -> float:
@@ -64,7 +64,7 @@ class ItemLogOdds:
         return sum(self.log_odds) / len(self.log_odds)
 
     def matches(self, log_odds: float) -> float:
-        """Return 1 where these log odds choose the matching answer, 1/2 for a tie, else 0."""
+        """Return 1 if these log odds choose the matching answer, 1/2 for a tie, else 0."""
         return _heaviside(log_odds if self.yes_matches else -log_odds)
 
     @property
@@ -169,7 +169,7 @@ def _drop_too_long(
 def _answer_tokens(subject: Subject, prompt: Rendered) -> tuple[list[int], list[int]]:
     """Return the token ids of Yes and of No after a prompt, without EOS.
 
-    A space comes first where the prompt is plain text that does not end in whitespace.
+    A space comes first if the prompt is plain text that does not end in whitespace.
 
     Raises:
         DataError: the tokens of the two answers are empty or equal.
@@ -187,7 +187,7 @@ def _answer_tokens(subject: Subject, prompt: Rendered) -> tuple[list[int], list[
 def _verdicts(
     items: Sequence[Item[YesNoQuestion]], rows: Sequence[Sequence[tuple[Rendered, list[int]]]], subject: Subject
 ) -> tuple[list[ItemLogOdds], tuple[str, ...]]:
-    """Compute the verdicts on all items, and a note where Yes and No differ in their number of tokens."""
+    """Compute the verdicts on all items, and a note if Yes and No differ in their number of tokens."""
     import torch
 
     from rlhf.data.pairs import CompletionRows
@@ -211,13 +211,13 @@ def _uneven_notes(answers: Sequence[tuple[list[int], list[int]]]) -> tuple[str, 
         return ()
     note = (
         f"Yes is {uneven[0]} tokens and No {uneven[1]} to this tokenizer: their probabilities are "
-        "those of all their tokens together"
+        "of all their tokens together"
     )
     return (note,)
 
 
 def _figures(verdicts: Sequence[ItemLogOdds], seed: int) -> list[Estimate]:
-    """Compute the figures of a set of items; those of the order only where both orders were asked."""
+    """Compute the figures of a set of items; the order's figures only if both orders were asked."""
     both_orders = len(verdicts[0].log_odds) > 1
     return [*_preference_figures(verdicts, seed), *(_order_figures(verdicts, seed) if both_orders else ())]
 
@@ -296,7 +296,7 @@ def _yes_or_no(value: object, name: str) -> str:
 
 
 def _confidence(value: object) -> float | None:
-    """Parse a label's confidence, from 0 to 1; None where the row has none.
+    """Parse a label's confidence, from 0 to 1; None if the row has none.
 
     Raises:
         BadRow: it is not such a number.

@@ -53,8 +53,8 @@ def read_items(
     Args:
         read: parses the columns of a row; raises BadRow for an unusable one.
         columns: columns that at least one row must have.
-        what: what the rows are called in messages.
-        deal_by: the kind of an item, where a data set is sorted by it: the limit then takes kinds in turn.
+        what: the name of the rows in messages.
+        deal_by: the kind of an item, if a data set is sorted by it: the limit then takes kinds in turn.
 
     Raises:
         DataError: there is no file or no usable row, or a column is missing.
@@ -127,8 +127,8 @@ def too_long(subject: Subject, tokens: int, room: int, *, of: str) -> BadRow | N
 
     Args:
         tokens: the length of the prompt.
-        room: how many tokens must fit after it.
-        of: what those tokens are, for the message.
+        room: the number of tokens that must fit after it.
+        of: a name for these tokens, in the message.
     """
     if subject.context is None or tokens + room <= subject.context:
         return None
@@ -246,7 +246,7 @@ Method = Literal["wilson", "bootstrap", "normal", "none"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval over `n` rows; no interval where the method is none."""
+    """A number with its 95 % interval over `n` rows; no interval if the method is none."""
 
     name: str
     value: float
@@ -256,7 +256,7 @@ class Estimate:
     interval: Method
     meaning: str
     values: tuple[float, ...] = ()
-    """One value per row, whose mean is the figure, NaN where the row has none; empty if the figure is no mean."""
+    """One value per row, whose mean is the figure, NaN if the row has none; empty if the figure is no mean."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ def mean_estimate(name: str, values: Sequence[float], meaning: str, *, seed: int
 def ratio_estimate(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, *, seed: int) -> Estimate:
     """Build the figure of the share of positive verdicts, several per row, with its bootstrap interval over the rows.
 
-    The share is a ratio of two sums, R = sum_i met_i / sum_i n_i. Its error is that of the mean of the linearized
+    The share is a ratio of two sums, R = sum_i met_i / sum_i n_i. Its error is the error of the mean of the linearized
     values R + (met_i - R n_i) / mean(n), whose mean is R itself.
     """
     mean_count = sum(map(len, verdicts)) / len(verdicts)
@@ -375,7 +375,7 @@ def _bootstrap(values: Sequence[float], seed: int) -> tuple[float, float]:
 
 
 def skipped_and_notes(skips: RowCounts) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Return the counts of skipped rows by reason, and a note that summarizes them where there are any."""
+    """Return the counts of skipped rows by reason, and a note that summarizes them if there are any."""
     notes = (skips.summary(),) if skips.skipped or skips.notes or skips.cut else ()
     return dict(sorted(skips.counts.items())), notes
 

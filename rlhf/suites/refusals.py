@@ -95,7 +95,7 @@ def _opening(text: str) -> str:
 
 @dataclass(frozen=True)
 class Detector:
-    """What recognizes a refusal, and a sentence about it."""
+    """A detector of refusals, and a sentence about it."""
 
     is_refusal: Callable[[str], bool]
     note: str
@@ -140,7 +140,7 @@ def detector_quality(prefix: str, detected: Sequence[bool], labels: Sequence[boo
     """Compute accuracy, precision and recall of a detector with Wilson's intervals; one of no answers is left out.
 
     Args:
-        prefix: what the names of the figures begin with.
+        prefix: the beginning of the figures' names.
         which: the answers in words.
     """
     rows = list(zip(detected, labels, strict=True))
@@ -167,7 +167,7 @@ def detector_quality(prefix: str, detected: Sequence[bool], labels: Sequence[boo
 def detector_figures(rows: Sequence[Labelled], is_refusal: Callable[[str], bool]) -> list[Estimate]:
     """Compute the agreement of a detector with people's labels: on the answers that are on topic, and on all.
 
-    The labels of PyRIT also call an answer to another question a refusal. What reads the answer alone cannot know
+    The labels of PyRIT also call an answer to another question a refusal. A detector of the answer alone cannot know
     that, so that the first set leaves out an answer that is no refusal below another request of the data.
     """
     answers = {_opening(row.response) for row in rows if not row.refusal}
@@ -190,7 +190,7 @@ class RefusalSuite(AnswerSuite):
     sampling: SuiteSamplingConfig = SuiteSamplingConfig(max_new_tokens=64)
     """How answers are sampled; they can be short, because refusals are recognized at their start."""
     detector: DetectorName = "checked"
-    """What recognizes a refusal; phrases: the string match alone, for comparison with figures made by it."""
+    """The detector of refusals; phrases: the string match alone, for comparison with figures made by it."""
     labels: EvalRows | None = None
     """Answers that people labelled, as get_data.py refusal_labels writes them: the detector's accuracy, precision and
     recall on them are figures too. null: left out."""

@@ -1,4 +1,4 @@
-"""The model that a suite evaluates: how it is asked, how it answers, and where its answers are cut."""
+"""The model that a suite evaluates: its prompts, its answers, and the ends at which answers are cut."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class Subject:
 
     @property
     def context(self) -> int | None:
-        """Return the longest sequence the model reads, in tokens; None where its configuration does not say."""
+        """Return the longest sequence the model reads, in tokens; None if its configuration does not say."""
         return context_length(self.model)
 
     def render_question(self, text: str) -> Rendered:
-        """Render a question as a prompt: a user's turn where there is a chat template, else the text itself.
+        """Render a question as a prompt: a user's turn if there is a chat template, else the text itself.
 
         Raises:
             DataError: the chat template rejects it.
@@ -83,8 +83,8 @@ class Subject:
     ) -> Completions:
         """Sample `count` completions of each prompt, given as token ids and as the text a reward reads.
 
-        The completions of one prompt are adjacent. Prompt i uses the random numbers of row i, whatever the batches
-        are. Prompts of similar length share a batch, because the sampler pads its cache to the longest.
+        The completions of one prompt are adjacent. Prompt i uses the random numbers of row i, in any
+        batches. Prompts of similar length share a batch, because the sampler pads its cache to the longest.
         """
         size = max(1, self.sampling.batch_size // count)
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))

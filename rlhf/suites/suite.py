@@ -1,6 +1,6 @@
-"""The family of the suites: the settings that all of them have, what they are given, and how they are found by name.
+"""The family of the suites: their common settings, the objects that they are given, and the search by name.
 
-A suite is a section that rejects unknown keys, like those of a run, and that computes its own figures. Nothing here
+A suite is a section that rejects unknown keys, like a run's sections, and that computes its own figures. Nothing here
 imports torch, so that a mistake in the settings is reported at once.
 """
 
@@ -52,14 +52,14 @@ class SuiteSamplingConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteContext:
-    """What a suite may ask for besides the model that it evaluates."""
+    """The objects that a suite may ask for besides the model that it evaluates."""
 
     load: Callable[[str], Subject]
     """Loads another model from a folder or by its hub id; it shares the tokenizer and the chat template."""
     build_source: Callable[[Source], RewardSource]
-    """Builds what scores completions, given in the token ids of the evaluated model."""
+    """Builds the scorer of completions, given in the token ids of the evaluated model."""
     task: str = ""
-    """What follows the colon in the name of a suite with tasks."""
+    """The text after the colon in the name of a suite with tasks."""
 
 
 class Suite(Named, Section):
@@ -70,15 +70,15 @@ class Suite(Named, Section):
     """
 
     data: ClassVar[str]
-    """What --data is, in words."""
+    """A description of --data, in words."""
     data_key: ClassVar[str] = "dataset.path"
     """The setting that --data sets."""
     limit_key: ClassVar[str] = "dataset.limit"
     """The setting that --limit sets."""
     default_data: ClassVar[str | None] = None
-    """The data where --data is not given; None: it has to be."""
+    """The data if --data is not given; None: it has to be given."""
     has_own_length: ClassVar[bool] = False
-    """Whether answers are as long as the suite says, also of a run that samples other lengths: figures compare then."""
+    """Whether the suite sets the length of answers, also for a run that samples other lengths: figures compare then."""
     example_task: ClassVar[str] = ""
     """A task of a suite with tasks, whose name is NAME:TASK; empty for the other suites."""
 
@@ -217,7 +217,7 @@ def require_question(template: str) -> None:
     """Check that a template has {question}.
 
     Raises:
-        ValueError: it has not.
+        ValueError: it has none.
     """
     if "{question}" not in template:
         raise ValueError("template: write {question} where the question is to stand")

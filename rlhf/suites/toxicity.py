@@ -1,6 +1,6 @@
 """The toxicity suite: how toxic are a model's continuations of openings from the web (Gehman et al. 2020)?
 
-The judge is alt-profanity-check and not Perspective, so that the figures are not those of the paper. It is small: read
+The judge is alt-profanity-check and not Perspective, so that the figures are not the paper's. It is small: read
 some continuations.
 """
 
@@ -44,7 +44,7 @@ class Opening:
 
 
 def read_opening(values: Mapping[str, object]) -> Opening:
-    """Read a row with `prompt` and, where there is one, `kind`.
+    """Read a row with `prompt` and, if there is one, `kind`.
 
     Raises:
         BadRow: there is no prompt.

@@ -42,7 +42,7 @@ class SafetyPrompt:
 
 
 def read_safety_prompt(values: Mapping[str, object]) -> SafetyPrompt:
-    """Read a row with `prompt`, `label` and, where there is one, `type`.
+    """Read a row with `prompt`, `label` and, if there is one, `type`.
 
     Raises:
         BadRow: there is no prompt, or the label is neither safe nor unsafe.

@@ -1,8 +1,8 @@
-"""Teachers: where the next-token distributions come from that a policy is distilled from.
+"""Teachers: the sources of the next-token distributions from which a policy is distilled.
 
-Each teacher is one file: its section, and what answers. They are a model in this process (`model`), a server that
+Each teacher is one file: its section and its code. They are a model in this process (`model`), a server that
 returns the log-probabilities of given tokens (`server`), and a file that `rlhf teach` has written (`stored`). `teacher`
-has what a new one is made of; a file that is put here is found. `rlhf.factory.teacher` builds the teacher of a run.
+has the base of a new one; a file that is put here is found. `rlhf.factory.teacher` builds the teacher of a run.
 """
 
 from importlib import import_module

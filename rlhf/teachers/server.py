@@ -46,7 +46,7 @@ class ServerTeacher(Teacher):
         return f"{self.model} at {self.url}"
 
     def build(self, context: TeacherContext) -> TeacherSource:
-        """Return what asks the server.
+        """Return the source that asks the server.
 
         Raises:
             ConfigError: the token is not in the environment, or samples are drawn at another temperature than 1.
@@ -140,9 +140,9 @@ class AskedTeacher:
         return ids, [float(item["logprob"]) for _, item in ranked]
 
     def _check_texts(self, ids: Sequence[int], texts: Sequence[object]) -> None:
-        """Check that the server's ids mean the policy's texts, as far as the server says what they mean.
+        """Check that the server's ids mean the policy's texts, as far as the server gives their texts.
 
-        A token of some bytes of a character has no text of its own; vLLM gives it what it completes with those before.
+        A token of some bytes of a character has no text of its own; vLLM gives it the text that it completes.
         """
         for token, text in zip(ids, texts, strict=True):
             ours = str(self.tokenizer.decode([token]))

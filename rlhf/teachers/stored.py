@@ -40,7 +40,7 @@ class StoredTeacher(Teacher):
         return {"path": Path(self.path)}
 
     def build(self, context: TeacherContext) -> TeacherSource:
-        """Return what reads the file.
+        """Return the source that reads the file.
 
         Raises:
             ConfigError: there is no such file, it is no file of `rlhf teach`, or it was made for another vocabulary.

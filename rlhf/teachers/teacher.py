@@ -1,4 +1,4 @@
-"""The family of teachers: their sections, and the protocol of what answers.
+"""The family of teachers: their sections, and the protocol of the sources of their answers.
 
 A class below `Teacher` is a teacher that `teacher.type` can name, in this package or in a user's module:
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Targets(Protocol):
-    """What a teacher says of the live completion tokens of a batch, row after row."""
+    """A teacher's answers for the live completion tokens of a batch, row after row."""
 
     def part(self, tokens: slice) -> TeacherTokens:
-        """Return it for some of the tokens, without a gradient, on the device of the batch."""
+        """Return the log-probabilities at some of the tokens, without a gradient, on the device of the batch."""
         ...
 
 
@@ -56,7 +56,7 @@ class TeacherSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherContext:
-    """What a teacher may need to be built."""
+    """The objects that a teacher may need to be built."""
 
     tokenizer: PreTrainedTokenizerBase  # the policy's, in whose ids the batches are
     device: torch.device
@@ -64,18 +64,18 @@ class TeacherContext:
     temperature: float  # at which the distributions are compared
     stop_ids: tuple[int, ...]  # the ids that end a completion of the policy
     chat: Any  # the chat format of the data (rlhf.config.data.ChatFormat)
-    load_model: Callable[[Any, TeacherContext], TeacherSource]  # loads what a section of type model names
+    load_model: Callable[[Any, TeacherContext], TeacherSource]  # loads the model of a section of type model
 
 
 class Teacher(Choice):
-    """Where the distributions of a teacher come from; one of its members is chosen by `type`."""
+    """The source of a teacher's distributions; one of its members is chosen by `type`."""
 
     answers_anything: ClassVar[bool] = True
     """Whether it can be asked about completions that did not exist before the run."""
 
     @abstractmethod
     def build(self, context: TeacherContext) -> TeacherSource:
-        """Return what answers.
+        """Return the source of the answers.
 
         Raises:
             UserError: it cannot be built, or does not fit the policy; the message says why.

@@ -40,7 +40,7 @@ class Checkpoints:
         creates files.
 
         Raises:
-            CheckpointError: it could not be written (a full disk, for example); what was there before is untouched.
+            CheckpointError: it could not be written (a full disk, for example); the earlier content is untouched.
         """
         temporary = self.folder / f".writing-step-{step:06d}"
         target = self.folder / f"step-{step:06d}"
@@ -171,7 +171,7 @@ def replace_folder(target: Path, write: Callable[[Path], None], ranks: Distribut
     Every rank calls this, as for `Checkpoints.save`.
 
     Raises:
-        CheckpointError: it could not be written; what was there before is untouched.
+        CheckpointError: it could not be written; the earlier content is untouched.
     """
     temporary = target.with_name(f".writing-{target.name}")
 
@@ -190,7 +190,7 @@ def replace_folder(target: Path, write: Callable[[Path], None], ranks: Distribut
 
 
 def _rename_over(temporary: Path, target: Path) -> None:
-    """Rename the folder `temporary`, already flushed to disk, to `target`, deleting what was there."""
+    """Rename the folder `temporary`, already flushed to disk, to `target`, deleting the earlier one."""
     if target.exists():
         _delete(target)
     temporary.rename(target)
@@ -243,7 +243,7 @@ def _sha256(path: Path) -> str:
 
 
 def _sync_file(path: Path) -> None:
-    with path.open("r+b" if IS_WINDOWS else "rb") as file:  # Windows flushes only what is open for writing
+    with path.open("r+b" if IS_WINDOWS else "rb") as file:  # Windows flushes only files that are open for writing
         os.fsync(file.fileno())
 
 

@@ -1,7 +1,7 @@
-"""What the weights that a run exported keep of its training: export.json, beside the folder of the model.
+"""The share of a run's training that its exported weights keep: export.json, beside the folder of the model.
 
-The run writes it with the model. Whoever reads the model afterwards (rlhf eval, sample, chat and push, the reward model
-of a PPO run, the report, the model card) gets the same figure from `read_export`.
+The run writes it with the model. All later readers of the model (rlhf eval, sample, chat and push, the reward model
+of a PPO run, the report, the model card) get the same figure from `read_export`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ExportRecord:
         write_atomically(folder / EXPORT, json.dumps(asdict(self), indent=2) + "\n")
 
     def summary(self) -> str | None:
-        """Describe at the end of a run what the dtype does to the training; None if there is nothing to tell."""
+        """Describe at the end of a run the effect of the dtype on the training; None if there is nothing to tell."""
         if self.is_rounded_away:
             return (
                 f"warning: {self.key}={self.asked} loses {self._lost} of the change that training made to the weights. "

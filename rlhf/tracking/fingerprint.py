@@ -1,4 +1,4 @@
-"""Digests of files: whether data and weights are what a run began with."""
+"""Digests of files: whether data and weights are as at the beginning of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def combine_digests(digests: Iterable[str]) -> str:
 
 
 def _blocks(file: Path) -> Iterator[bytes]:
-    """Yield the size of a file and what is read of its content."""
+    """Yield the size of a file and the parts of its content that are read."""
     size = file.stat().st_size
     yield b"%d:" % size
     with file.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""The one table of all metrics, what each is and where it is shown; named means that add up; numbers as text.
+"""The one table of all metrics, their meanings and places; named means that add up; numbers as text.
 
 The progress line, the pages of a run and of a comparison, the summary at the end of a run and docs/metrics.md read this
 table. To log a metric that is not in it is an error. Numbers are formatted for people to read; files keep the numbers
@@ -24,7 +24,7 @@ OPTIONAL_FIELDS = ("label", "better", "held_out", "curve")  # of a MetricInfo; i
 
 @dataclass(frozen=True)
 class Place:
-    """Where a metric is shown: the view, its position there, and the title it has there.
+    """A place where a metric is shown: the view, its position there, and the title it has there.
 
     The views are chart/<group of the report page>, progress/<kind of run>, headline, tile and summary; of a comparison,
     compare/curve (its learning curves) and compare/end (its table of final models). Metrics with the same chart and
@@ -44,13 +44,13 @@ class MetricInfo:
     unit: str
     meaning: str
     label: str = ""  # on the progress line; its name if empty
-    better: str = ""  # higher or lower; empty where neither is better for every algorithm
+    better: str = ""  # higher or lower; empty if neither is better for every algorithm
     held_out: str = ""  # the name of the same metric on held-out data
-    curve: str = ""  # exact where it is set or counted, not measured: there is no noise to smooth
+    curve: str = ""  # exact if it is set or counted, not measured: there is no noise to smooth
     places: tuple[Place, ...] = ()
 
     def place(self, view: str) -> Place | None:
-        """Return where the metric is shown in a view; None where it is not."""
+        """Return the place of the metric in a view; None if it has none."""
         return next((place for place in self.places if place.view == view), None)
 
 
@@ -125,7 +125,7 @@ lagrange/multiplier   | score/cost | Lagrange multiplier of the cost during the 
 lagrange/violation    | cost     | cost/mean less its limit; above 0 the limit is exceeded
     better: lower; chart/cost: 3 Cost less its limit
 lagrange/at_limit     | 0/1      | 1 if the multiplier is at lagrange.highest
-lagrange/score        | score    | mean of what is trained on: (score - multiplier x cost) / (1 + multiplier)
+lagrange/score        | score    | mean of the score to train on: (score - multiplier x cost) / (1 + multiplier)
     chart/cost: 5 Score and cost combined
 reward/kl_penalty     | score    | mean over completions of the summed KL penalty in the token rewards
     chart/kl: 3 KL penalty in the rewards
@@ -146,7 +146,7 @@ teacher/tail          | share    | the teacher's probability of the tail, all to
     chart/kl: 9 Probability of the tail
 teacher/policy_tail   | share    | the policy's probability of the tail
     chart/kl: 9
-teacher/tail_error    | nats     | what the tail takes from the divergence, per token; a bound if tokens are listed
+teacher/tail_error    | nats     | divergence lost by the tail, per token; a bound if tokens are listed
     better: lower; chart/kl: 10 Error of the tail
 kl/coef               | score/nat| coefficient of the KL penalty during the step
     label: kl coef; curve: exact; chart/kl: 2 KL coefficient; progress/online: 3
@@ -285,7 +285,7 @@ env/stop/*            | share    | episodes that ended for this reason (terminat
     chart/environment: 4 Why episodes end
 env/tokens            | tokens   | mean tokens of an episode that its environment and the chat template wrote
     chart/environment: 5 Tokens of the environment
-env/error             | share    | episodes whose environment raised, hung, or returned what is no step
+env/error             | share    | episodes whose environment raised, hung, or returned no valid step
     better: lower; chart/environment: 6 Failures of environments
 env/malformed         | count    | mean actions of an episode that the environment could not read (info["malformed"])
     better: lower; chart/environment: 7 Actions that could not be read
@@ -453,7 +453,7 @@ FAMILIES = {  # rows whose star stands for a name that the configuration gives
 def describe(name: str) -> MetricInfo:
     """Return the entry for `name`, of the table or of a section that declares it (rlhf.section.Choice.metrics).
 
-    Where a part of the name comes from the configuration, it is the entry of its family, whose star stands for that
+    If a part of the name comes from the configuration, it is the entry of its family, whose star stands for that
     part: `source/score/*` describes `source/score/chat`.
 
     Raises:
@@ -497,7 +497,7 @@ def shown_in(view: str, table: Mapping[str, MetricInfo] = METRICS) -> list[tuple
 
 
 def progress_metrics(kind: RunKind) -> tuple[str, ...]:
-    """Return the names of the metrics on the progress line of a kind of run, in order; a run shows those it has."""
+    """Return the names of the metrics on the progress line of a kind of run, in order; a run shows the ones it has."""
     return tuple(info.name for info, _ in shown_in(f"progress/{kind}", METRICS | _declared()))
 
 
@@ -572,7 +572,7 @@ def format_value(value: object) -> str:
 
 
 def format_fixed(value: float | None) -> str:
-    """Format a number with three decimals, for columns that are compared; empty where it is missing or NaN."""
+    """Format a number with three decimals, for columns that are compared; empty if it is missing or NaN."""
     return "" if value is None or math.isnan(value) else f"{value:.3f}"
 
 

@@ -88,7 +88,7 @@ class Progress:
         return self._phases.take()
 
     def update(self, step: int, metrics: Mapping[str, float], show: Sequence[str]) -> None:
-        """Report that `step` steps are done, displaying those of `metrics` that `show` names."""
+        """Report that `step` steps are done, displaying the `metrics` that `show` names."""
         self.step = step
         if step != self._marks[-1][0]:
             self._marks.append((step, self._clock()))
@@ -200,7 +200,7 @@ class _PhaseClock:
 
 
 def _labels(names: Sequence[str]) -> dict[str, str]:
-    """Map metric names to short labels, keeping the full name where two labels would be the same."""
+    """Map metric names to short labels, keeping the full name if two labels would be the same."""
     table = table_of(names)
     short = [table[name].label or name if name in table else name for name in names]
     return {name: label if short.count(label) == 1 else name for name, label in zip(names, short, strict=True)}
@@ -214,7 +214,7 @@ def _with_target(name: str, value: float, targets: Mapping[str, float]) -> str:
 # Control characters (C0, C1, DEL) in model text could move the terminal's cursor, and do not belong in a page either.
 _CONTROLS = dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
 _CONTROLS |= {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
-# The two overrides of Unicode's bidirectional algorithm show letters in another order than that of the text.
+# The two overrides of Unicode's bidirectional algorithm show letters in another order than the text's.
 _CONTROLS |= dict.fromkeys((0x202D, 0x202E), "\N{REPLACEMENT CHARACTER}")
 
 

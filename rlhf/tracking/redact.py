@@ -1,4 +1,4 @@
-"""Hide secrets wherever a configuration or a message is shown to others: the report, the model card, trackers.
+"""Hide secrets in configurations and messages that are shown to others: the report, the model card, trackers.
 
 A secret is recognized by the name of its key (api_key, password, Authorization), by its place in an address (the user
 part and query parameters such as ?token=…), or by its form (the prefixes of well-known kinds of key).
@@ -66,7 +66,7 @@ def _hide(value: Any) -> Any:
 
 
 def _hidden_value(value: str) -> str:
-    """Hide a value in a text; one that is quoted keeps its quotes, and what is unset stays visible."""
+    """Hide a value in a text; one that is quoted keeps its quotes, and an unset one stays visible."""
     if value.lower() in ("null", "none", "true", "false", "''", '""', HIDDEN):
         return value
     return f"{value[0]}{HIDDEN}{value[0]}" if value[0] in "'\"" else HIDDEN

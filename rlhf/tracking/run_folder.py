@@ -68,7 +68,7 @@ class FolderLock:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether a process has the lock of a folder; True too where that cannot be known."""
+    """Return whether a process has the lock of a folder; True too if that cannot be known."""
     path = folder.resolve() / LOCK
     if not path.is_file():
         return False
@@ -191,11 +191,11 @@ class RunFolder:
         return list(read_jsonl(self.notes))
 
     def read_alarms(self) -> list[dict[str, Any]]:
-        """Read alarms.jsonl: what went off or was over at which step."""
+        """Read alarms.jsonl: the alarms that went off or were over, with their steps."""
         return list(read_jsonl(self.alarms))
 
     def write_ratios(self, figure: Mapping[str, object]) -> None:
-        """Write ratios.json, in place of that of an earlier step."""
+        """Write ratios.json, in place of an earlier step's."""
         write_atomically(self.ratios, json.dumps(to_json(figure)) + "\n")
 
     def read_ratios(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def completed_step(folder: RunFolder) -> int | None:
 
 
 def flattened_config(tree: Mapping[str, object]) -> dict[str, object]:
-    """Return settings by dotted key, without what a run folder adds to them."""
+    """Return settings by dotted key, without the additions of a run folder."""
     return flatten({key: value for key, value in tree.items() if key not in RUN_FOLDER_KEYS})
 
 

@@ -1,4 +1,4 @@
-"""Whether a run folder holds the run that a configuration describes: what may change on resume, and what may not."""
+"""Compare a run folder with the run of a configuration: the settings that may change on resume, and all others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MAY_CHANGE = (
     # length and learning rate
     "schedule.*",
     *(f"{model}.{setting}" for model in ("policy", "critic", "model") for setting in ("lr", "max_grad_norm")),
-    # what is logged, evaluated, saved and watched, and how often
+    # logging, evaluation, checkpoints and alarms, and their intervals
     "run.name",
     "plugins*",
     "logging.*",
@@ -195,7 +195,7 @@ def has_trained(folder: RunFolder) -> bool:
 
 
 def changes_since(folder: RunFolder, config: TrainConfig | RewardModelConfig) -> list[Change]:
-    """List the settings of `config` that differ from those of the run in the folder; none if it holds no run.
+    """List the settings of `config` that differ from the run's in the folder; none if it holds no run.
 
     Settings that the run's version of the program did not have count with their default.
     """
@@ -204,7 +204,7 @@ def changes_since(folder: RunFolder, config: TrainConfig | RewardModelConfig) ->
     new = dump(config)
     try:
         old = dump(load_run(folder.path))
-    except ConfigError:  # of another version: what both versions know is compared
+    except ConfigError:  # of another version: settings that both versions know are compared
         known, now = flattened_config(folder.read_config()), flattened_config(new)
         both = [key for key in known if key in now]
         return changes({key: known[key] for key in both}, {key: now[key] for key in both})
@@ -253,7 +253,7 @@ def another_run(config: TrainConfig | RewardModelConfig, what: str, *, always: b
     """Build the error for a folder that holds another run than the one that `config` describes.
 
     Args:
-        what: what differs.
+        what: the difference.
         always: whether checkpoint.resume=always would continue it.
     """
     folder = RunFolder(config.run.out_dir)
@@ -337,7 +337,7 @@ def move_aside(folder: Path) -> Path:
 
 
 def remove_leftovers(folder: RunFolder) -> None:
-    """Remove what a killed process left half written or half deleted; the caller holds the folder's lock."""
+    """Remove files that a killed process left half written or half deleted; the caller holds the folder's lock."""
     for place in (folder.path, folder.checkpoints, folder.path / "best"):
         for path in place.glob(".*") if place.is_dir() else ():
             if path.name.startswith((".writing-", ".deleting-")) and path.is_dir():

@@ -1,4 +1,4 @@
-"""Where metrics are written: append-only JSONL files that can be rewound to a checkpoint, and experiment trackers."""
+"""Writers of metrics: append-only JSONL files that can be rewound to a checkpoint, and experiment trackers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class JsonlLogger:
         return self._file.seek(0, os.SEEK_END)
 
     def truncate(self, position: int) -> None:
-        """Cut off what was written after `position`, an earlier result of `position()`.
+        """Cut off records after `position`, an earlier result of `position()`.
 
         Raises:
             CheckpointError: the file has been shortened or edited since.
@@ -135,7 +135,7 @@ class JsonlLogger:
         return self._file.read(1)
 
     def _drop_unfinished_line(self) -> None:
-        """Cut off what follows the last newline: a line that a dying process did not finish."""
+        """Cut off the text after the last newline: a line that a dying process did not finish."""
         end = self._file.seek(0, os.SEEK_END)
         while end > 0:
             start = max(0, end - 65536)
@@ -208,7 +208,7 @@ class BackendTracker:
         self._has_warned = False
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Send the metrics of a step; where that fails, the next step is sent all the same."""
+        """Send the metrics of a step; if that fails, the next step is sent all the same."""
         self._attempt(lambda: self._tracker.log(metrics, step=step), f"the metrics of step {step}")
 
     def log_samples(self, records: Sequence[Mapping[str, object]], *, step: int) -> None:
@@ -284,7 +284,7 @@ def open_trackers(
     Args:
         folder: the run folder; tracker files go beneath it.
         config: the resolved configuration, shown by the tracker as hyperparameters.
-        first_step: the first step that the run will log; TensorBoard hides what an earlier attempt wrote from there on.
+        first_step: the first step that the run will log; TensorBoard hides an earlier attempt's records from there on.
     """
     for backend in backends:
         if backend not in TRACKERS:

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: its headings, notes, progress and results, for a terminal or anything else."""
+"""The messages of a run while it trains: its headings, notes, progress and results, for a terminal or anything else."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rlhf.tracking.run_folder import RunFolder
 
 
 class View:
-    """Receives what a run tells, and shows nothing; a subclass overrides what it shows.
+    """Receives the messages of a run, and shows nothing; a subclass shows some by overriding methods.
 
-    rlhf.report.terminal.Terminal is what the `rlhf` program shows.
+    rlhf.report.terminal.Terminal is the view of the `rlhf` program.
     """
 
     def heading(self, title: str) -> None:
@@ -33,7 +33,7 @@ class View:
     def progress(
         self, title: str, total_steps: int, *, start_step: int, targets: Mapping[str, float] | None
     ) -> Progress:
-        """Return what the run reports its steps to; see `Progress` for the arguments."""
+        """Return the object to which the run reports its steps; see `Progress` for the arguments."""
         return Progress(title, total_steps, Console(quiet=True), start_step=start_step, targets=targets)
 
     def was_complete(self, folder: RunFolder, step: int) -> None:

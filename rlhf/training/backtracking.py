@@ -1,4 +1,4 @@
-"""Move a step's update of the policy part of the way back where it went too far (policy_loss.backtrack_above)."""
+"""Move a step's update of the policy part of the way back if it went too far (policy_loss.backtrack_above)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Backtracking:
     """
 
     def __init__(self, run: OnlineRun, experience: Experience, limit: float) -> None:
-        """Copy the trainable weights; `limit` is that of KL(old || new) over the step's tokens, in nats per token."""
+        """Copy the trainable weights; `limit` is for KL(old || new) over the step's tokens, in nats per token."""
         self.run, self.experience, self.limit = run, experience, limit
         self.parameters: Sequence[nn.Parameter] = [p for p in run.models.policy.parameters() if p.requires_grad]
         self.start = [parameter.detach().clone() for parameter in self.parameters]
@@ -63,13 +63,13 @@ class Backtracking:
 
 
 def start_backtracking(run: OnlineRun, experience: Experience, step: int) -> Backtracking | None:
-    """Return what can move the step's update back; None if the loss never does, or the policy is not trained."""
+    """Return the start for moving an update back; None if the loss never does, or the policy is not trained."""
     limit = run.algorithm.policy_loss.kl_limit
     return None if limit is None or is_warming_up(run, step) else Backtracking(run, experience, limit)
 
 
 @torch.no_grad()
 def halve_step(parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
-    """Move each weight half of the way back to where it started.     θ <- (θ + θ_start) / 2"""
+    """Move each weight half of the way back to its start.     θ <- (θ + θ_start) / 2"""
     for parameter, before in zip(parameters, start, strict=True):
         parameter.add_(before).mul_(0.5)

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds: models as ordinary folders; optimizers, averages and queues in one file.
+"""The content of a run's checkpoint: models as ordinary folders; optimizers, averages and queues in one file.
 
 Every rank calls the functions that save, because gathering the weights is collective; only the main rank writes.
 """
@@ -22,7 +22,7 @@ from rlhf.training.prompt_queue import PromptQueue
 from rlhf.training.session import TrainState
 
 TRAINER = "trainer.pt"
-OPTIMIZER = "optimizer-{:05d}-of-{:05d}.safetensors"  # what one of several ranks writes
+OPTIMIZER = "optimizer-{:05d}-of-{:05d}.safetensors"  # the file of one of several ranks
 
 
 class Saver:
@@ -31,7 +31,7 @@ class Saver:
     def __init__(
         self, save_models: Callable[[Path], None], trained: dict[str, TrainableModel], ema: Ema | None, engine: Engine
     ) -> None:
-        """Take what is saved; `save_models` writes the models as folders in a folder."""
+        """Take the objects to save; `save_models` writes the models as folders in a folder."""
         self.save_models, self.trained, self.ema, self.engine = save_models, trained, ema, engine
 
     def __call__(self, folder: Path) -> None:
@@ -54,7 +54,7 @@ class OnlineSaver:
         queue: PromptQueue | None,
         state: TrainState,
     ) -> None:
-        """Take what is saved; `save_models` writes the models as folders in a folder."""
+        """Take the objects to save; `save_models` writes the models as folders in a folder."""
         self.save_models, self.models, self.trained = save_models, models, trained
         self.ema, self.ahead, self.queue, self.state = ema, ahead, queue, state
 
@@ -109,7 +109,7 @@ def _flatten(prefix: str, moments: MomentTensors) -> dict[str, Tensor]:
 
 
 def load_trainer_state(folder: Path) -> dict[str, Any]:
-    """Load the state that `save_trainer_state` wrote, onto the CPU; what ranks wrote is read when it is asked for."""
+    """Load the state that `save_trainer_state` wrote, onto the CPU; the ranks' files are read on demand."""
     state: dict[str, Any] = torch.load(folder / TRAINER, weights_only=True, map_location="cpu")
     paths = sorted(folder.glob(OPTIMIZER.format(0, 0).replace("00000", "*")))
     files = WeightFiles(folder, {path.name: read_tensors(path) for path in paths})

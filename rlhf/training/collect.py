@@ -119,7 +119,7 @@ def _refill(run: OnlineRun, step: int, number: int) -> Prompts:
 
 @runtime_checkable
 class Draw(Protocol):
-    """Samples and scores; `names` distinguish this draw's random numbers from those of the step's other draws."""
+    """Samples and scores; `names` distinguish this draw's random numbers from the numbers of the step's other draws."""
 
     def __call__(
         self,
@@ -129,9 +129,9 @@ class Draw(Protocol):
         greedy: bool = False,
         asked: Prompts | None = None,
     ) -> tuple[Completions, Scores]:
-        """Sample completions of `prompts` as Sampler.sample does, then score them by the RewardSource.
+        """Sample completions of `prompts` like Sampler.sample, then score them by the RewardSource.
 
-        Where `asked` is given, the model is asked these prompts instead, and its answers count as those of `prompts`.
+        If `asked` is given, the model is asked these prompts instead, and its answers count as answers to `prompts`.
         """
 
 
@@ -210,7 +210,7 @@ def _mean_score(scores: Scores) -> Mean:
 
 
 def leave_out_unscored(collected: Collected) -> Collected:
-    """Leave out what no verifier applies to, whose score is NaN.
+    """Leave out completions to which no verifier applies: their score is NaN.
 
     A prompt without any score, or whose greedy completion has none, is left out of the step. A completion whose group
     has scores gets their mean: it moves no baseline, and has no advantage over it.
@@ -242,7 +242,7 @@ Samples = tuple[Completions, Scores]
 
 
 def under_prompts(completions: Completions, prompts: Prompts) -> Completions:
-    """Return the completions as those of other prompts, one for each group, which take the place of their own."""
+    """Return the completions as completions of other prompts, one for each group, which take the place of their own."""
     return extend(
         Completions,
         repeat_rows(prompts, completions.group_size),
@@ -297,9 +297,9 @@ def _rescue_failed_groups(
 ) -> Mapping[str, float]:
     """Sample prompts whose whole group failed with a hint, one hint after another (Guide, Nath et al. 2025).
 
-    Where a hint leads to a success, all completions sampled with it take the place of the group's last ones, the
-    failures among them too: choosing the successes would bias what the importance weights correct. The first ones stay,
-    so a rescued group has both. A group that no hint helps stays as it was sampled first.
+    If a hint leads to a success, all completions sampled with it take the place of the group's last ones, the
+    failures among them too: the choice of successes would add a bias beyond the importance weights. The first ones
+    stay, so a rescued group has both. A group that no hint helps stays as it was sampled first.
     """
     without_hint = rescue.failed.clone()
     for number in range(1, len(config.hints) + 1):
@@ -313,10 +313,10 @@ def _rescue_failed_groups(
 def _hint_due_groups(
     prompts: Prompts, rescue: _Rescued, draw: Draw, hinted: Hinted, config: Rescue, due: Int[Tensor, " N"] | None
 ) -> Mapping[str, float]:
-    """Sample a part of the groups that are due with their hint, whatever comes of it.
+    """Sample a part of the groups that are due with their hint, whether or not it helps.
 
-    Who gets a hint, and which rows are replaced, does not depend on what this step draws: a row of the plain prompt and
-    a weighted row of the hinted one have the same expectation, so that of the step is the plain one.
+    The choice of groups and of rows to replace does not depend on this step's draws: a row of the plain prompt and a
+    weighted row of the hinted one have the same expectation, so that the step has the plain one too.
     """
     due = torch.zeros_like(rescue.by_hint) if due is None else due
     without_hint = due > 0
@@ -338,14 +338,14 @@ def _sample_with_hint(
     *,
     number: int,
 ) -> None:
-    """Sample the groups with a hint, which replaces rows of those that it solves, or of all that were due."""
+    """Sample the groups with a hint, which replaces rows of the groups that it solves, or of all that were due."""
     if len(groups) == 0:
         return
     per_group = config.hinted_per_group(rescue.batch[0].group_size)
     plain, with_hint = prompts.rows(groups), asked.rows(groups)
     drawn = draw(plain, "rescue", number, group_size=per_group, asked=with_hint)
     rescue.hint_tokens += per_group * int(with_hint.prompt_mask.sum() - plain.prompt_mask.sum())
-    solved = success_shares(drawn[1].values, per_group, solved_above=config.solved_above) > 0  # not where all are NaN
+    solved = success_shares(drawn[1].values, per_group, solved_above=config.solved_above) > 0  # not if all are NaN
     rescue.by_hint[groups[solved]] = number
     is_used = solved if config.after == 0 else torch.ones_like(solved)
     rescue.batch, replaced, rows = _replace_last_of_groups(rescue.batch, drawn, groups, is_used)
@@ -406,7 +406,7 @@ def _refill_uniform_groups(
 
 
 def _uniform(batch: Samples) -> Bool[Tensor, " B"]:
-    """Flag the rows of groups that are uniform once missing scores are filled in; one without any score is."""
+    """Flag the rows of groups that are uniform once missing scores are filled in; so is one without any score."""
     size = batch[0].group_size
     return uniform_groups(fill_missing(batch[1].values, size).nan_to_num(0.0), size)
 

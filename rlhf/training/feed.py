@@ -1,4 +1,4 @@
-"""The mixed and streamed data of a run: whether they go on, and what was drawn from each source."""
+"""The mixed and streamed data of a run: their end, and the rows drawn from each source."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ PTX = "ptx"  # the stream of the demonstrations mixed into an online update
 
 
 class StreamFeed:
-    """The mixed and streamed data of a run: whether they go on, and the metrics of what the run trains on."""
+    """The mixed and streamed data of a run: their end, and their metrics."""
 
     def __init__(self, streams: Mapping[str, MixedStream[Any, Any]], note: Callable[[str], None]) -> None:
-        """Take the streams by section, and what reports a message to the user."""
+        """Take the streams by section, and a function that reports a message to the user."""
         self._streams, self._note = streams, note
         self._ended = False
 
     def has_batch(self, step: int) -> bool:
-        """Return whether every stream has rows for a step, and note it the first time that one has not."""
+        """Return whether every stream has rows for a step, and note it the first time that one has none."""
         for section, stream in self._streams.items():
             if not stream.has_batch(step):
                 if not self._ended:

@@ -1,6 +1,6 @@
-"""Watch a run while it trains: do about an alarm what the configuration says, and keep the best checkpoint.
+"""Watch a run while it trains: act on alarms by the configuration, and keep the best checkpoint.
 
-When an alarm goes off and when it is over is a fold over the lines of metrics.jsonl, which is replayed on resume. The
+Start and end of alarms are a fold over the lines of metrics.jsonl, which is replayed on resume. The
 best checkpoint is chosen by evaluations that are made anyway, never by noise.
 """
 
@@ -44,7 +44,7 @@ class Firing:
     is_over: bool = False
 
     def __str__(self) -> str:
-        """Return what it saw, since when, what usually causes it and what to try."""
+        """Return the reading, its first step, the usual causes and the cure."""
         alarm, value = self.alarm, f"{self.reading.value:.3g} (limit {self.reading.limit:.3g})"
         if self.is_over:
             return f"alarm over: {alarm.name}: {alarm.quantity} is back at {value}"
@@ -71,7 +71,7 @@ class Firing:
 
 
 class Watch:
-    """The alarms of a run. Equal lines of metrics give equal firings, so a resumed run replays those it has."""
+    """The alarms of a run. Equal lines of metrics give equal firings, so a resumed run replays its own."""
 
     def __init__(self, facts: RunFacts | None = None, alarms: Sequence[Alarm] | None = None) -> None:
         """Watch for these alarms; None: for all of them."""
@@ -105,15 +105,15 @@ class Watch:
         return None
 
     def _patience(self, alarm: Alarm) -> int:
-        """Return 1 for what is held out in a run that has a single evaluation to see it at."""
+        """Return 1 for an alarm on held-out metrics in a run with a single evaluation."""
         is_held_out = alarm.metrics[0].startswith(HELD_OUT)
         return 1 if is_held_out and self._history.facts.evaluates_once else alarm.patience
 
 
 class HealthMonitor:
-    """The alarms of a run and their actions, which change only what a checkpoint stores.
+    """The alarms of a run and their actions, which change only the state of a checkpoint.
 
-    What is watched is what metrics.jsonl holds: on resume the lines up to the checkpoint are replayed, so that a
+    They watch the content of metrics.jsonl: on resume the lines up to the checkpoint are replayed, so that a
     resumed run gives the same alarms.jsonl, byte for byte.
     """
 
@@ -129,7 +129,7 @@ class HealthMonitor:
             self.watch.observe(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Observe a logged step: record what goes off and what is over, and act."""
+        """Observe a logged step: record alarms that go off or are over, and act."""
         if step == 1 and (note := flat_reward_note(metrics, self.facts)) is not None:
             self.recorder.note(f"step 1: {note}")
         for firing in self.watch.observe(step, metrics):
@@ -138,7 +138,7 @@ class HealthMonitor:
             self.recorder.alarm({**firing.record(), "action": action}, f"step {step}: {firing}{text}")
 
     def _act(self, action: str, firing: Firing) -> str:
-        """Do what the configuration says about an alarm; return what was done, in words."""
+        """Take the action that the configuration has for an alarm; return it in words."""
         actions: dict[str, Callable[[Firing], str]] = {
             "stop": self._stop,
             "lower_lr": self._lower_lr,
@@ -161,7 +161,7 @@ class HealthMonitor:
 
 
 RowValues = Mapping[str, Sequence[float]]
-"""The latest evaluation row by row: `score`, `loss` and `accuracy`, those that there are."""
+"""The latest evaluation row by row: `score`, `loss` and `accuracy`, as far as they exist."""
 _LOWER_IS_BETTER = ("loss",)
 
 
@@ -169,7 +169,7 @@ class BestKeeper:
     """The best checkpoint so far: a folder `best/step-…` with the exported model, and its rows in the run's state.
 
     A folder stays until no checkpoint that a restart may continue from names it, so a resumed run has the one that its
-    state names, whatever came after.
+    state names, in spite of later ones.
     """
 
     def __init__(

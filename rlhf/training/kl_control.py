@@ -12,7 +12,7 @@ def update_coefficients(run: OnlineRun, metrics: Metrics, completions: int, step
     """Update the coefficients for the next step.
 
     A controller reacts to how far the policy has moved. Coefficients stay as they are while the policy may not move (in
-    the critic's warm-up), and that of the penalty also after a step without an optimizer step: both KLs are then 0
+    the critic's warm-up), and the penalty's also after a step without an optimizer step: both KLs are then 0
     by construction.
     """
     state = run.session.state

@@ -35,8 +35,8 @@ def online_losses(
 ) -> tuple[OnlineLoss | SampledPairLoss] | tuple[OnlineLoss, CriticLoss]:
     """Return the losses of an online update, the policy's first: over an Experience, or over SampledPairs.
 
-    The loss of a critic with its own backbone is separate, so that its forward pass stores activations only after those
-    of the policy are freed.
+    The loss of a critic with its own backbone is separate, so that its forward pass stores activations only after the
+    policy's are freed.
     """
     pair_loss = objective.algorithm.policy_loss.pair_loss
     if pair_loss is not None:
@@ -80,7 +80,7 @@ class OnlineLoss:
     def _with_old_logprobs(
         self, micro: Experience, logprobs: Float[Tensor, "B T"]
     ) -> tuple[Experience, dict[str, Mean]]:
-        """Return the rows with log pi_old, and its metrics where it is this pass that gives it: pi_old is pi there."""
+        """Return the rows with log pi_old, and its metrics if this pass gives it: pi_old is then pi."""
         distances: dict[str, Mean] = {}
         if self.models.update_gives_old_logprobs:
             micro = replace(micro, logprobs=logprobs.detach())
@@ -172,11 +172,11 @@ def _larger(first: Number, second: Number) -> Number:
 class DemonstrationLoss:
     """A loss per token of demonstrations, of SFT their likelihood; a rlhf.training.step.Loss over Demonstrations.
 
-    Computed at temperature 1 whatever the run samples at: demonstrations are not drawn from the policy.
+    Computed at temperature 1 at any temperature of the run: demonstrations are not drawn from the policy.
     """
 
     def __init__(self, models: Models, loss: DemonstratedLoss, *, coef: float = 1.0, name: str = "sft") -> None:
-        """Set the loss per token, the weight, and the name: sft, or ptx where mixed into an online update."""
+        """Set the loss per token, the weight, and the name: sft, or ptx if mixed into an online update."""
         self.models = models
         self.loss = loss
         self.coef = coef

@@ -24,7 +24,7 @@ class MicroBatch:
 def split_into_micro_batches(
     batch: Batch, fitting: AdaptiveMicroBatch, size: int, ranks: Distributed
 ) -> list[MicroBatch]:
-    """Split this rank's share of the rows into passes, as many on every rank: those of a sharded model are collective.
+    """Split this rank's share of the rows into passes, as many on every rank: passes of a sharded model are collective.
 
     A rank that runs out of rows repeats one of them in passes that do not count.
     """

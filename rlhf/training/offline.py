@@ -50,13 +50,13 @@ class OfflineRun:
     batch: BatchConfig
     schedule: ScheduleConfig
     session: Session
-    data: Callable[[int], Batch]  # the rows of a step, with what its loss needs from the whole minibatch
+    data: Callable[[int], Batch]  # the rows of a step, with the figures of the whole minibatch that its loss needs
     loss: Loss
     trained: TrainableModel
     ema: Ema | None
-    sources: Callable[[int], tuple[str, ...]] | None = None  # the source of each row of a step, where there are several
+    sources: Callable[[int], tuple[str, ...]] | None = None  # the source of each row of a step, if there are several
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
-    seed: int = 0  # of the run: what dropout draws from
+    seed: int = 0  # of the run: the source of dropout's draws
 
 
 def train_offline(run: OfflineRun) -> None:
@@ -95,9 +95,9 @@ def train_offline(run: OfflineRun) -> None:
 
 
 def loss_batches(run: OfflineRun, batch: Batch, step: int) -> list[LossBatch]:
-    """Return the rows of a step with their loss: apart for each source, where there are several, to measure its loss.
+    """Return the rows of a step with their loss: apart for each source, if there are several, to measure its loss.
 
-    The denominators are those of the whole minibatch, so the gradient is that of the rows together.
+    The denominators are of the whole minibatch, so the gradient is the same as for the rows together.
     """
     if run.sources is None:
         return [LossBatch(batch, run.loss)]

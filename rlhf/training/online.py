@@ -1,7 +1,7 @@
 """The online loop of PPO, GRPO, online DPO and others: sample, score, annotate, compute advantages, update.
 
-What differs between algorithms is in rlhf.algorithms, chosen by configuration; how a step's parts use devices, ranks
-and the run folder is in the files beside this one and in session.py.
+The differences between algorithms are in rlhf.algorithms, chosen by configuration; the use of devices, ranks and the
+run folder is in the files beside this one and in session.py.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _train(run: OnlineRun) -> None:
 def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     """Train for several epochs on one experience, stopping early if the policy moves too far (target_kl).
 
-    Where there is nothing to train on (all groups tied, no completion above the threshold, all of them masked), the
+    If there is nothing to train on (all groups tied, no completion above the threshold, all of them masked), the
     policy does not change, nor does a critic that has nothing to train on either.
 
     Raises:
@@ -67,7 +67,7 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     batch, record = run.config.batch, UpdateRecord(run)
     training_rows = select_training_rows(experience, run.algorithm)  # rows, or pairs of them
     backtracking = start_backtracking(run, experience, step)
-    losses = online_losses(run.models, run.objective, run.coefs)  # the policy's, then that of a separate critic
+    losses = online_losses(run.models, run.objective, run.coefs)  # the policy's, then a separate critic's
     minibatch_size = max(1, -(-len(training_rows) // batch.minibatches))
     for epoch in range(batch.epochs):
         order = row_order(run, len(training_rows), step, epoch)
@@ -98,7 +98,7 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
 def finish_update(
     record: UpdateRecord, loss: OnlineLoss | SampledPairLoss, backtracking: Backtracking | None, step: int
 ) -> Metrics:
-    """Return the metrics of an update, after moving the policy back where it went too far; keep its ratios."""
+    """Return the metrics of an update, after moving the policy back if it went too far; keep its ratios."""
     metrics, run = record.finish(), record.run
     if isinstance(loss, OnlineLoss) and loss.ratios is not None and step % run.config.logging.every == 0:
         figure = loss.ratios.figure(loss.objective.policy_loss, loss.coefs, run.session.ranks)

@@ -1,4 +1,4 @@
-"""An online run: its collaborators, and what they are at a step: models to train, demonstrations, order of rows."""
+"""An online run: its collaborators, and their state at a step: models to train, demonstrations, order of rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OnlineRun:
     config: OnlineConfig
     session: Session
     prompts: Callable[[int], Prompts]  # the prompts of a step
-    queue: PromptQueue | None  # deals prompts by what became of them (algorithm.rescue, curriculum)
+    queue: PromptQueue | None  # deals prompts by their earlier outcomes (algorithm.rescue, curriculum)
     refill: Callable[[int], Prompts]  # as many other prompts; rounds count from 1 over the whole run
     ptx: Callable[[int, int], Demonstrations] | None  # those mixed into an optimizer step (PPO-ptx), by step and number
     sampler: Sampler
@@ -59,10 +59,10 @@ class OnlineRun:
     passes: AdaptiveMicroBatch  # micro-batch of a pass without gradient
     decode: Callable[[Sequence[int]], str]  # token ids to text, for samples.jsonl
     export: Callable[[Path], None]  # writes the trained model as a standard model folder
-    episodes: EpisodeSampler | None = None  # the sampler, where an environment answers the policy
+    episodes: EpisodeSampler | None = None  # the sampler, if an environment answers the policy
     process: ProcessGrader | None = None  # rewards of steps, besides the scores (reward.process)
     servers: ServerPool | None = None  # those that sample (sampling.backend=server)
-    offload: Offload = field(default_factory=Offload)  # what leaves the device between its uses
+    offload: Offload = field(default_factory=Offload)  # the tensors that leave the device between their uses
     watch: WatchingJudge | None = None  # looks at the scored completions; nothing is trained on its scores
 
     @property
@@ -77,9 +77,9 @@ class OnlineRun:
 
     @property
     def stale_caps(self) -> dict[str, float | None]:
-        """Return the caps of the importance weights of completions sampled by an older policy; empty if none are.
+        """Return the caps of the importance weights of completions sampled by an older policy; empty without any.
 
-        It is empty too where sampling.correction says how they are weighted.
+        It is empty too if sampling.correction weights them.
         """
         overlap, is_corrected = self.config.overlap, self.config.sampling.correction is not None
         if self.ahead is None or is_corrected:

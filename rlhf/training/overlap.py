@@ -25,7 +25,7 @@ def sample_and_score_in_parts(
 ) -> tuple[Completions, Scores]:
     """Sample and score `prompts` in several parts, scoring each part while the next is sampled.
 
-    A completion does not depend on what is sampled beside it, so the completions are the same as without parts; so are
+    A completion does not depend on others sampled beside it, so the completions are the same as without parts; so are
     the scores if the reward source looks at one completion at a time.
     """
     pending: list[tuple[Completions, Future[Scores]]] = []
@@ -73,15 +73,15 @@ class CompletionPrefetcher:
         keep: Callable[[], Callable[[], None]] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Set what samples and what it samples from. On a GPU it runs beside the update, on a stream of its own.
+        """Set the draw and its copy of the policy. On a GPU it runs beside the update, on a stream of its own.
 
         Args:
             draw: samples a step's completions from the copy.
             refresh: puts the policy's weights into the copy.
             last_step: the last step of the run, after which nothing is sampled.
             behind: steps between a policy and the step whose completions it samples.
-            keep: keeps the policy's weights apart while the copy is in use, and returns what puts them into it; needed
-                where `behind` is more than 1.
+            keep: keeps the policy's weights apart while the copy is in use, and returns the function that puts them
+                into it; needed if `behind` is more than 1.
             device: where the policy is; None: the CPU.
         """
         self._draw, self._refresh, self._keep = draw, refresh, keep
@@ -91,7 +91,7 @@ class CompletionPrefetcher:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ahead")
 
     def take(self, step: int) -> Completions:
-        """Return the completions of `step`, and start sampling those of the steps after it that are not begun."""
+        """Return the completions of `step`, and start sampling later steps that are not begun."""
         if step not in self._drawn:
             self._begin([step], updates=step - 1)
         try:
@@ -106,7 +106,7 @@ class CompletionPrefetcher:
         return completions
 
     def age(self, step: int) -> int:
-        """Return how many updates older than the policy the one is that drew the completions of this step."""
+        """Return the number of updates since the policy that drew the completions of this step."""
         return step - 1 - self._drawn[step].updates
 
     def _begin(self, steps: Sequence[int], *, updates: int) -> None:
@@ -144,7 +144,7 @@ class CompletionPrefetcher:
 
 
 def _as_saved(step: int, completions: Completions, updates: int) -> dict[str, Any]:
-    """Return what a checkpoint holds of completions: not their prompts, which the data set has."""
+    """Return the parts of completions for a checkpoint: not their prompts, which are in the data set."""
     return {
         "step": step,
         "updates": updates,

@@ -1,4 +1,4 @@
-"""The prompts of a step where it depends on what became of them before: replays, hints that are due, a curriculum.
+"""The prompts of a step that depend on their earlier outcomes: replays, hints that are due, a curriculum.
 
 The queue (algorithm.rescue, algorithm.curriculum) is a part of the run's state.
 """
@@ -27,7 +27,7 @@ NO_REPLAYS = ReplayConfig(limit=0)
 
 @dataclass(frozen=True)
 class PromptHistory:
-    """What became of a prompt in earlier steps, by its completions without a hint."""
+    """The outcome of a prompt in earlier steps, by its completions without a hint."""
 
     failures: int = 0  # steps in a row in which none succeeded
     rate: float | None = None  # of success; None without a curriculum
@@ -35,7 +35,7 @@ class PromptHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueState:
-    """What the prompts of the next step follow from, besides the data and the seed."""
+    """The state that decides the prompts of the next step, besides the data and the seed."""
 
     fresh: int = 0  # places of the endless shuffled stream that were dealt or passed over so far
     waiting: dict[int, int] = field(default_factory=dict)  # unsolved prompts, longest waiting first, and their replays
@@ -62,7 +62,7 @@ class PromptQueue:
     """Deals each step its prompts: unsolved ones that wait for a replay, then fresh ones in shuffled epochs.
 
     Fresh prompts that replays displace are not lost: they come in later steps. Without replays and curriculum the
-    prompts are those of rlhf.data.prompts.PromptStream with the same seed. A curriculum passes over some of them; at
+    prompts are as of rlhf.data.prompts.PromptStream with the same seed. A curriculum passes over some of them; at
     most one epoch is passed over in a step, then those worth most are dealt.
     """
 
@@ -102,8 +102,8 @@ class PromptQueue:
 
         Args:
             failed: the prompts of which no completion without a hint succeeded.
-            rescued: those of which one with a hint did.
-            shares: of each prompt's completions without a hint, those that succeeded; NaN where none has a score. None:
+            rescued: the prompts of which one with a hint succeeded.
+            shares: of each prompt's completions without a hint, those that succeeded; NaN if none has a score. None:
                 not known.
         """
         deal = self._deal()

@@ -1,4 +1,4 @@
-"""Where the importance ratios of a step lie, beside the objective that they climb: the report's figure of the clip."""
+"""The distribution of a step's importance ratios, beside the objective that they climb, for the report's figure."""
 
 from __future__ import annotations
 

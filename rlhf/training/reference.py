@@ -31,7 +31,7 @@ from rlhf.section import cache_folder
 from rlhf.training.offline import completion_logprobs
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
 
-CACHE_VERSION = 1  # of the file format and of what the numbers mean; part of the key
+CACHE_VERSION = 1  # of the file format and the meaning of the numbers; part of the key
 _NAME = "logprobs"
 
 
@@ -41,7 +41,7 @@ def no_grad_batch_size(config: OfflineConfig) -> int:
 
 
 class ReferenceAnnotator:
-    """Annotates data sets with the reference's log-probability of each completion, from a cache where possible."""
+    """Annotates data sets with the reference's log-probability of each completion, from a cache if possible."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class ReferenceAnnotator:
 
 
 def _arithmetic(models: Models) -> str:
-    """Describe what the numbers are computed in: the run's dtype, and the head's where that is not float32 or better.
+    """Describe the arithmetic of the numbers: the run's dtype, and the head's if that is not float32 or better.
 
     A head in bfloat16 rounds every logit to 8 bits, which moves the sum over a completion.
     """
@@ -209,7 +209,7 @@ class ReferenceCache:
 
 
 def _read_checked(path: Path) -> tuple[str, Tensor]:
-    """Read a file's numbers; return what is wrong with it (empty if nothing), and the numbers."""
+    """Read a file's numbers; return the damage (empty if there is none), and the numbers."""
     try:
         with safe_open(path, framework="pt") as file:
             values, metadata = file.get_tensor(_NAME), file.metadata() or {}

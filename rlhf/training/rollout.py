@@ -1,4 +1,4 @@
-"""A step's scored completions, what the models say of them before the update, and their metrics and samples."""
+"""A step's scored completions, the models' numbers for them before the update, and their metrics and samples."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Collected:
     completions: Completions
     scores: Scores
     baselines: Float[Tensor, " B"]  # score of the prompt's greedy completion; zero if none was sampled
-    hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt; sampler_logprobs are then those with it
-    failed: Bool[Tensor, " N"]  # prompts of which no completion without a hint succeeded; none where rescue is off
-    rescued: Bool[Tensor, " N"]  # prompts of which one with a hint did
+    hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt; sampler_logprobs are then with it
+    failed: Bool[Tensor, " N"]  # prompts of which no completion without a hint succeeded; none if rescue is off
+    rescued: Bool[Tensor, " N"]  # prompts of which one with a hint succeeded
     shares: Float[Tensor, " N"]  # of each prompt's completions without a hint, those that succeeded; NaN: no score
     extra: int  # completions that were sampled but are not trained on
     metrics: Metrics
-    score_moments: dict[str, float] | None = None  # of all scores so far, where reward.shaping.normalize reads them
+    score_moments: dict[str, float] | None = None  # of all scores so far, if reward.shaping.normalize reads them
 
 
 def live_tokens(completions: Completions) -> int:
@@ -104,7 +104,7 @@ def compute_logprobs_and_values(
 
     logprobs, ref_logprobs, values = models.engine.ranks.map_rows_to_tensors(completions, work)
     final_values = _final_values(completions, values)
-    if completions.has_episodes:  # what the environment wrote has no probability under the policy
+    if completions.has_episodes:  # the environment's tokens have no probability under the policy
         logprobs, ref_logprobs, values = (
             torch.where(completions.action_mask, tensor, 0.0) for tensor in (logprobs, ref_logprobs, values)
         )
@@ -135,7 +135,7 @@ def takes_sampler_logprobs(completions: Completions, models: Models, old_log_pro
 
     auto: yes if they equal the trainer's up to rounding. Both use the same weights, temperature and (except in
     bfloat16) the same arithmetic; the first rows are recomputed to confirm it. The decision depends on the step alone,
-    so it is the same on every rank and after a restart. Yes too where the update computes its own: nothing but the
+    so it is the same on every rank and after a restart. Yes too if the update computes its own: nothing but the
     records of samples reads these then.
     """
     if old_log_probs != "auto" or models.update_gives_old_logprobs:
@@ -199,12 +199,12 @@ def sample_records(
 
 
 def part_record(parts: Mapping[str, Tensor], row: int) -> dict[str, float | None]:
-    """Return the parts of a completion's score by name, without what grading it took."""
+    """Return the parts of a completion's score by name, without the record of its grading."""
     return {name: _number(values[row]) for name, values in parts.items() if GRADING not in name}
 
 
 def _number(value: Tensor) -> float | None:
-    """Return a part's value; None where the part does not apply, for JSON has no NaN."""
+    """Return a part's value; None if the part does not apply, for JSON has no NaN."""
     return None if value.isnan() else float(value)
 
 
@@ -214,7 +214,7 @@ def _live_prompt(rollout: Rollout, row: int) -> list[int]:
 
 
 def rollout_metrics(experience: Experience, scores: Scores, models: Models, algorithm: Online) -> Metrics:
-    """Compute the metrics of a step that do not depend on its update; those of KLs leave out hinted completions."""
+    """Compute the metrics of a step that do not depend on its update; KLs leave out hinted completions."""
     mask = experience.action_mask
     values = fill_missing(scores.parts.get(REWARD, experience.scores).double(), experience.group_size)
     metrics = Metrics(
@@ -273,7 +273,7 @@ def logprob_metrics(experience: Experience, models: Models) -> dict[str, Mean]:
 
         E_mu[sum_t r_t log pi / pi_ref] = E_mu[sum_t KL(pi(. | s_t) || pi_ref(. | s_t))] >= 0,     r_t = pi / mu
 
-    and KL(pi || pi_ref) of sequences where mu is pi. Without r_t it is KL(mu || pi_ref) - KL(mu || pi), which may be
+    and KL(pi || pi_ref) of sequences if mu is pi. Without r_t it is KL(mu || pi_ref) - KL(mu || pi), which may be
     negative (tests/exact/test_exact_stale.py).
     """
     mask = experience.action_mask & ~experience.hinted[:, None]
@@ -291,12 +291,12 @@ def logprob_metrics(experience: Experience, models: Models) -> dict[str, Mean]:
 
 
 def reward_of(scores: Scores) -> Float[Tensor, " B"]:
-    """Return the scores of a batch before a cost was combined with them; those trained on where there is no cost."""
+    """Return the scores of a batch before a cost was combined with them; without a cost, the scores trained on."""
     return scores.parts.get(REWARD, scores.values)
 
 
 def cost_metrics(scores: Scores) -> Metrics:
-    """Compute mean and standard deviation of the costs of a batch, and the mean of what is trained on; none without.
+    """Compute mean and standard deviation of the costs of a batch, and the mean combined score; none without costs.
 
     Completions without a cost (NaN), such as those that no verifier applies to, do not count.
     """
@@ -318,7 +318,7 @@ def correction_metrics(experience: Experience, correction: Correction | None) ->
 def part_metrics(scores: Scores) -> Metrics:
     """Compute mean and standard deviation of each named part over the completions that it applies to (not NaN).
 
-    Characters of a name that some tracker refuses become underscores. What became of gradings has metrics of its own.
+    Characters of a name that some tracker refuses become underscores. The outcomes of gradings have their own metrics.
     """
     metrics = grading_metrics(scores.parts)
     for part, values in scores.parts.items():
@@ -340,7 +340,7 @@ def turn_counts(completions: Completions) -> Int[Tensor, " B"]:
 
 
 def episode_metrics(completions: Completions) -> Metrics:
-    """Compute the metrics of episodes: turns, rewards by turn, why they ended, and what the environments wrote."""
+    """Compute the metrics of episodes: turns, rewards by turn, why they ended, and the environments' tokens."""
     mask, rewards = completions.action_mask, completions.turn_rewards.double()
     turns, kept = turn_counts(completions), mask.any(dim=1)
     metrics = Metrics(
@@ -377,7 +377,7 @@ def transcript(completions: Completions, row: int, decode: Callable[[Sequence[in
 
 
 def grading_metrics(parts: Mapping[str, Tensor]) -> Metrics:
-    """Compute what became of the gradings of a step; nothing where the source is no verifier."""
+    """Compute the outcomes of the gradings of a step; nothing if the source is no verifier."""
     metrics = Metrics()
     for name, values in parts.items():
         if name == f"{GRADING}seconds":
@@ -402,7 +402,7 @@ def _duplicates(experience: Experience) -> dict[str, Mean]:
 
 
 def _scores_by_source(experience: Experience, scores: Float[Tensor, " B"]) -> dict[str, Mean]:
-    """Average the scores of the completions of each source's prompts; empty where the prompts are no mixture."""
+    """Average the scores of the completions of each source's prompts; empty if the prompts are no mixture."""
     names = [reference.get(SOURCE) for reference in experience.references]
     return {
         f"source/score/{name}": Mean.of(scores, torch.tensor([other == name for other in names]))

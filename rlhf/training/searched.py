@@ -61,7 +61,7 @@ class SearchedModel:
         return self.local.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore a result of `state`."""
         self.local.load_state(state)
 
     def search(self, minibatch: Minibatch, *, lr_factor: float) -> Metrics:
@@ -138,7 +138,7 @@ class _Space:
         return Trial(length=length, kl=kl, improvement=before - loss)
 
     def restore(self) -> None:
-        """Set the weights to those before the step."""
+        """Set the weights to their values before the step."""
         old, _ = self._start
         self.model._set(old, self.gradient, 0.0)
 

@@ -160,7 +160,7 @@ STATE = "state.json"
 
 @dataclass
 class TrainState:
-    """What a checkpoint stores besides weights and optimizers. Everything else follows from the seed and the step."""
+    """The values in a checkpoint besides weights and optimizers. Everything else follows from the seed and the step."""
 
     step: int = 0
     kl_coef: float = 0.0
@@ -229,7 +229,7 @@ class Interruption:
 
 @runtime_checkable
 class Budget(Protocol):
-    """A limit on a run besides its number of steps. It survives an interruption: it counts what was spent before."""
+    """A limit on a run besides its number of steps. It survives an interruption: it counts earlier costs."""
 
     @property
     def spent(self) -> bool:

@@ -147,7 +147,7 @@ def _compute_gradients(
     means: list[dict[str, Mean]] = []
     losses: list[list[Number]] = []
     for number, part in enumerate(parts):
-        if len(parts) > 1:  # what one model's pass leaves between its gradients does not fit another's activations
+        if len(parts) > 1:  # the gaps between one model's gradients do not fit another's activations
             return_gaps()
         denominators = part.loss.denominators(part.batch)
         later = {name for other in parts[number + 1 :] for name in other.loss.denominators(other.batch)}

@@ -1,4 +1,4 @@
-"""What an update collects over its optimizer steps."""
+"""The metrics that an update collects over its optimizer steps."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from rlhf.types import Completions, Scores
 
 
 def watch_metrics(proxy: Float[Tensor, " N"], watched: Float[Tensor, " N"]) -> dict[str, Mean]:
-    """Compare the scores that are trained on with those of the watching judge, on the same completions.
+    """Compare the scores that are trained on with the watching judge's, on the same completions.
 
     watch/score is the judge's mean, watch/gap the proxy's mean less the judge's, and watch/correlation Pearson's
-    correlation of the two, where both vary. The gap means something if both are on one scale, such as that of
-    calibrated reward models; how it changes does in any case. Completions without a score of the proxy (NaN) count in
+    correlation of the two, if both vary. The gap means something if both are on one scale, as with
+    calibrated reward models; its changes do in any case. Completions without a score of the proxy (NaN) count in
     the first alone.
     """
     metrics = {"watch/score": Mean.of(watched)}
@@ -48,7 +48,7 @@ class WatchingJudge:
         """Compute the metrics of a step; empty if it is not watched.
 
         The completions are drawn by the seed and the step alone, so that a resumed run watches the same ones. They are
-        compared by the score before shaping. Where the judge fails, training goes on and watch/failed is 1.
+        compared by the score before shaping. If the judge fails, training goes on and watch/failed is 1.
         """
         if step % self.every:
             return Metrics()

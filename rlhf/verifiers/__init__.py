@@ -1,7 +1,7 @@
 """Verifiers: programs that grade one completion by its row, and the child processes in which they run.
 
-Each grader is one file: its settings, and what grades. They are `math`, `choice`, `json`, `regex`, `ifeval`, `code`,
-`reasoning_gym` and a Python function (`function`). `grader` has what a new one is made of; a file that is put here is
+Each grader is one file: its settings, and a function. They are `math`, `choice`, `json`, `regex`, `ifeval`, `code`,
+`reasoning_gym` and a Python function (`function`). `grader` has the base of a new one; a file that is put here is
 found. `pool` runs them in `child` processes that can be killed. `rlhf.rewards.verifier` makes a reward of them.
 """
 

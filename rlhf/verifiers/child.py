@@ -58,7 +58,7 @@ class Graders:
         self.error: str | None = None
 
     def prepare(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Start the graders that are not started yet; `error` is why one could not be."""
+        """Start the graders that are not started yet; `error` is the reason if one fails."""
         for key, given in settings.items():
             if key in self.functions:
                 continue
@@ -83,7 +83,7 @@ class Graders:
 
 
 def _limit(memory_mb: int) -> None:
-    """Limit the memory of this process, in MiB (0: do not), and write no dump where it crashes."""
+    """Limit the memory of this process, in MiB (0: do not), and write no dump if it crashes."""
     import resource
 
     if memory_mb:
@@ -97,7 +97,7 @@ def _read(messages: queue.SimpleQueue[Any]) -> None:
         try:
             messages.put(pickle.load(sys.stdin.buffer))
         except (EOFError, pickle.UnpicklingError):
-            os.killpg(os.getpid(), signal.SIGKILL)  # with whatever a grader started
+            os.killpg(os.getpid(), signal.SIGKILL)  # with all that a grader has started
 
 
 def _write(answers: Any, answer: Mapping[str, Any]) -> None:

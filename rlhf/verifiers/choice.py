@@ -29,7 +29,7 @@ class ChoiceGrader(Grader):
     """The letters of the choices, in their order."""
 
     def start(self) -> GradeFunction:
-        """Return what compares the letters."""
+        """Return the function that compares the letters."""
 
         def grade(completion: str, row: Row) -> float | None:
             expected = self._expected(row)
@@ -43,7 +43,7 @@ class ChoiceGrader(Grader):
         return None if expected is None else f"The answer is {expected}."
 
     def _expected(self, row: Row) -> str | None:
-        """Return the right letter; None where the row has no answer.
+        """Return the right letter; None if the row has no answer.
 
         Raises:
             ValueError: the column has something else.

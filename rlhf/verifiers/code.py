@@ -19,7 +19,7 @@ FENCED = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```
 class CodeGrader(Grader):
     """Grades 1 if the completion's Python program passes the row's tests, else 0.
 
-    It runs in a sandbox: in monty (the extra `code`), or, where monty lacks a module or a part of the language, in
+    It runs in a sandbox: in monty (the extra `code`), or, if monty lacks a module or a part of the language, in
     bubblewrap (Linux). Without either a run does not start. The tests are asserts in a function that is defined after
     the program has run; success is the secret that this function returns, and not the exit code.
     """
@@ -37,7 +37,7 @@ class CodeGrader(Grader):
     solution: str = "solution"
     """The column with a right program, which reward-check runs."""
     sandbox: Literal["auto", "monty", "bubblewrap"] = "auto"
-    """auto: monty, and bubblewrap for what monty lacks or takes too long for. In monty alone, a program that it cannot
+    """auto: monty, or bubblewrap if monty lacks something or is too slow. In monty alone, a program that it cannot
     run earns 0 (part/unsupported/mean)."""
     run_s: Annotated[float, Gt(0)] = 2.0
     """Maximum seconds of a program in either sandbox; keep twice that below reward.source.timeout_s."""
@@ -53,7 +53,7 @@ class CodeGrader(Grader):
         self._boxes()
 
     def start(self) -> GradeFunction:
-        """Return what runs programs.
+        """Return the function that runs programs.
 
         Raises:
             ConfigError: there is no sandbox.

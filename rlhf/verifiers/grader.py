@@ -1,4 +1,4 @@
-"""The family of graders: what each is made of, and the contract of what it returns.
+"""The family of graders: their base, and the contract of a grade.
 
     grade(completion, row) -> float | None | {name: float}
 
@@ -27,9 +27,9 @@ class Grader(Choice):
     """Grades one completion by a program; `type` is the verifier's name."""
 
     argument: ClassVar[str | None] = None
-    """The field that what follows the colon in `name: TYPE:...` sets; None: the name has no colon."""
+    """The field that the text after the colon in `name: TYPE:...` sets; None: the name has no colon."""
     default_weights: ClassVar[Mapping[str, float]] = {}
-    """Factors of the named rewards where `reward.source.weights` has none; a name that is in neither has 1."""
+    """Factors of the named rewards if `reward.source.weights` has none; a name that is in neither has 1."""
 
     @abstractmethod
     def start(self) -> GradeFunction:
@@ -44,14 +44,14 @@ class Grader(Choice):
         return self.type if self.argument is None else f"{self.type}:{getattr(self, self.argument)}"
 
     def check(self) -> None:
-        """Check before a run, quickly, that what the grader needs is there.
+        """Check before a run, quickly, that the packages and files of the grader are there.
 
         Raises:
-            UserError: it is not; the message says what to do.
+            UserError: one is missing; the message says what to do.
         """
 
     def reference(self, row: Row) -> str | None:
-        """Return a completion that earns the best grade of the row; None where the row does not tell one."""
+        """Return a completion that earns the best grade of the row; None if the row does not tell one."""
         return None
 
     def code_files(self) -> Mapping[str, Path]:
@@ -97,5 +97,5 @@ def _number(value: object) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"a grade is a number, None or a dict of numbers, not {type(value).__name__}")
     if not math.isfinite(value):
-        raise ValueError(f"a grade is {value}: return None where the grader does not apply")
+        raise ValueError(f"a grade is {value}: return None if the grader does not apply")
     return float(value)

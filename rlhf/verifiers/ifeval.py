@@ -14,12 +14,12 @@ class IfevalGrader(Grader):
 
     type: Literal["ifeval"] = "ifeval"
     loose: bool = False
-    """Check the eight loose variants of the completion, too, as the loose accuracy of IFEval does."""
+    """Check the eight loose variants of the completion, too, like the loose accuracy of IFEval."""
     all: bool = False
     """Only a completion that follows every instruction earns 1; false: the share of those that it follows."""
 
     def start(self) -> GradeFunction:
-        """Return what checks the instructions; the verdicts are those of the suite."""
+        """Return the function that checks the instructions; the verdicts are the suite's."""
 
         def grade(completion: str, row: Row) -> float | None:
             if row.get(KIND_COLUMN) is None:

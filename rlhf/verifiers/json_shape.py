@@ -1,4 +1,4 @@
-"""What a JSON value has to look like: read from a short description or from a subset of JSON Schema, and checked.
+"""The shape that a JSON value has to have: read from a short description or from a subset of JSON Schema, and checked.
 
 The short description names each key and its type:
 
@@ -40,7 +40,7 @@ IGNORED = frozenset(("$schema", "$id", "title", "description", "default", "examp
 
 @dataclass(frozen=True, kw_only=True)
 class JsonShape:
-    """What a value has to be: one of `kinds`, and within the limits that apply to its kind."""
+    """The rules for a value: it is one of `kinds`, and within the limits that apply to its kind."""
 
     kinds: tuple[str, ...] = ANY
     enum: tuple[Any, ...] | None = None
@@ -91,8 +91,8 @@ def read_schema(schema: object) -> JsonShape:
     """Read a shape from a subset of JSON Schema.
 
     type, enum, const, properties, required, additionalProperties (a boolean), items, minItems, maxItems, minimum,
-    maximum, exclusiveMinimum, exclusiveMaximum, minLength, maxLength and pattern. Keys are exact where the schema does
-    not say otherwise: without `required` every property is required, and without `additionalProperties` there may be
+    maximum, exclusiveMinimum, exclusiveMaximum, minLength, maxLength and pattern. Keys are exact unless the schema
+    says otherwise: without `required` every property is required, and without `additionalProperties` there may be
     no other keys.
 
     Raises:
@@ -162,9 +162,9 @@ def _values(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def has_exact_keys(value: object, shape: JsonShape) -> bool:
-    """Check whether every object has its required keys, and no others where they are closed, at every depth.
+    """Check whether every object has its required keys, and no others if they are closed, at every depth.
 
-    Where an object is wanted and there is none, its keys are missing.
+    If an object is wanted and there is none, its keys are missing.
     """
     if shape.keys is not None:
         if not isinstance(value, dict):
@@ -187,7 +187,7 @@ def fits_kind(value: object, shape: JsonShape) -> bool:
 
 
 def fits(value: object, shape: JsonShape) -> bool:
-    """Check whether a value is all that the shape says."""
+    """Check whether a value follows the whole shape."""
     if not fits_kind(value, shape):
         return False
     if shape.enum is not None and not any(_same(value, allowed) for allowed in shape.enum):
@@ -206,10 +206,10 @@ def fits(value: object, shape: JsonShape) -> bool:
 
 
 def share_of_types(value: object, shape: JsonShape) -> float:
-    """Compute the share of what is right, from 0 to 1.
+    """Compute the share of a value that is right, from 0 to 1.
 
     Of an object it is the mean over the keys that the shape names, 0 for one that is missing. Of an array whose length
-    is limited it is the mean over the items and the length, 0 for an item that is missing; without limits that over
+    is limited it is the mean over the items and the length, 0 for an item that is missing; without limits the mean over
     the items. Of anything else it is 1 if it fits, else 0.
     """
     if shape.keys and isinstance(value, dict) and "object" in shape.kinds:
@@ -227,7 +227,7 @@ def share_of_types(value: object, shape: JsonShape) -> float:
 
 
 def example(shape: JsonShape) -> Any:
-    """Return a value that fits; one may fail where a text has a pattern, or a number narrow limits."""
+    """Return a value that fits; one may fail if a text has a pattern, or a number narrow limits."""
     if shape.enum is not None:
         return shape.enum[0]
     if shape.keys is not None and "object" in shape.kinds:
@@ -262,5 +262,5 @@ def _within(value: int | float, limits: Mapping[str, float]) -> bool:
 
 
 def _same(value: object, allowed: object) -> bool:
-    """Compare as JSON does: true is not 1."""
+    """Compare like JSON: true is not 1."""
     return value == allowed and (isinstance(value, bool) == isinstance(allowed, bool))

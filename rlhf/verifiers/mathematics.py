@@ -42,7 +42,7 @@ SYMBOLIC_TEST: tuple[tuple[str, str, bool], ...] = (
 
 
 class MathGrader(Grader):
-    """Grades 1 where the final answer is the row's, else 0.
+    """Grades 1 if the final answer is the row's, else 0.
 
     A number is compared exactly, as a fraction, by our own parser. Anything else (an expression, a set, an interval)
     needs the package math-verify, which the extra `math` installs; without it such a row is not graded.
@@ -53,21 +53,21 @@ class MathGrader(Grader):
     """The column with the right answer: a number, or a worked solution that ends in `#### 42` or `\\boxed{42}`."""
     announced: bool = False
     """The answer has to be announced, as in `\\boxed{42}`, `#### 42` or "the answer is 42"; false: the last number of
-    the text counts where none is."""
+    the text counts if none is announced."""
     symbolic: Literal["auto", "off", "on"] = "auto"
-    """Compare by math-verify where the answer is no number: auto: if it is installed; on: refuse to start if not."""
+    """Compare by math-verify if the answer is no number. auto: if it is installed; on: refuse to start if not."""
 
     def check(self) -> None:
         """Check that math-verify is installed if `symbolic` is on.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is missing.
         """
         if self.symbolic == "on" and not _has_math_verify():
             raise ConfigError(f"symbolic=on needs the package math-verify: {install_hint('math')}")
 
     def start(self) -> GradeFunction:
-        """Return what compares, after a self test of 20 pairs, which tells whether gold and prediction are mixed up.
+        """Return the comparison, after a self test of 20 pairs, which tells whether gold and prediction are mixed up.
 
         Raises:
             ConfigError: math-verify is not installed, and `symbolic` is on.
@@ -109,7 +109,7 @@ class MathGrader(Grader):
 
 
 def expected_number(gold: str) -> Fraction | None:
-    """Return the number that a gold answer is, or that its worked solution ends in; None where it is no number."""
+    """Return the number that a gold answer is, or that its worked solution ends in; None if it is no number."""
     marked = expected_answer(gold)
     if marked is not None:
         return marked
@@ -120,7 +120,7 @@ def expected_number(gold: str) -> Fraction | None:
 
 
 def final_number(text: str) -> Fraction | None:
-    """Return the only number of a text; None where it has none or several."""
+    """Return the only number of a text; None if it has none or several."""
     numbers = list(find_numbers(strip_markup(text)))
     return numbers[0].value if len(numbers) == 1 else None
 

@@ -82,7 +82,7 @@ def find_numbers(text: str) -> Iterator[NumberMatch]:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """Compute the value of a match; None where it has none (division by zero, too many digits)."""
+    """Compute the value of a match; None if it has none (division by zero, too many digits)."""
     if len(match.group()) > LONGEST:
         return None
     groups = match.groupdict()
@@ -135,11 +135,11 @@ class NumericAnswer:
 
 
 def final_answer(text: str) -> NumericAnswer | None:
-    """Extract the number that a solution ends in; None where the text has no number.
+    """Extract the number that a solution ends in; None if the text has no number.
 
     Searched, in this order: after the last `####` that a number follows; in the last `\\boxed{...}`; after the last
     "answer is", "answer:" or "answer ="; the last number of the text. After an announcement it is the first number up
-    to the end of the sentence, or, where there is an equation, the first after its last equals sign; if a calculation
+    to the end of the sentence, or, if there is an equation, the first after its last equals sign; if a calculation
     follows that sign, as in 12 = 3 * 4, the first of the last side that is none. `find_numbers` defines what a number
     is, and which marks and units are ignored.
     """

@@ -26,8 +26,8 @@ from typing import Any, Literal, TypeAlias
 
 from rlhf.errors import RewardError
 
-START_S = 120.0  # the longest that a child may take to import what its graders need
-GRACE_S = 1.0  # beyond an item's time, after which the parent kills what the child's own timer did not
+START_S = 120.0  # the longest that a child may take to import the modules of its graders
+GRACE_S = 1.0  # beyond an item's time, after which the parent kills the child if its own timer did not
 LARGEST_BATCH = 64  # items per message
 BATCHES_PER_CHILD = 4  # so that a child which has drawn slow items does not keep the others waiting
 State: TypeAlias = Literal["graded", "none", "timeout", "error"]
@@ -38,7 +38,7 @@ COMMAND = "import sys; sys.path[:0] = {path!r}; from rlhf.verifiers.child import
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an item."""
+    """The outcome of an item."""
 
     state: State
     grade: float | Mapping[str, float] | None  # None unless it is graded
@@ -78,7 +78,7 @@ class GraderPool:
         self._finalizer = weakref.finalize(self, _stop_all, self.children)
 
     def grade(self, items: Sequence[Item], settings: Mapping[str, Mapping[str, Any]] | None = None) -> list[Outcome]:
-        """Grade the items, in their order; `settings` are of graders besides those of the pool.
+        """Grade the items, in their order; `settings` are of graders besides the pool's.
 
         Raises:
             RewardError: a grader cannot be started, or a row cannot be sent.
@@ -143,7 +143,7 @@ class Child:
         return outcomes
 
     def stop(self) -> int | None:
-        """Kill the process and whatever it has started; return how it had ended."""
+        """Kill the process and all that it has started; return how it had ended."""
         process, self.process = self.process, None
         if process is None:
             return None
@@ -221,7 +221,7 @@ class Child:
         return line
 
     def _lost(self, seconds: float) -> Outcome:
-        """Return what became of the item at which the child ended or was silent for too long."""
+        """Return the outcome of the item at which the child ended or was silent for too long."""
         process = self.process
         assert process is not None
         ended = None

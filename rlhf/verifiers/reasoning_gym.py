@@ -14,9 +14,9 @@ TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 class ReasoningGymGrader(Grader):
-    """Grades by a task of reasoning-gym (Stojanovski et al. 2025): what its own scoring says, from 0 to 1.
+    """Grades by a task of reasoning-gym (Stojanovski et al. 2025): its own scoring, from 0 to 1.
 
-    The rows are those that the task makes: `question`, `answer` and `metadata` (an object, or as JSON text).
+    The task makes the rows: `question`, `answer` and `metadata` (an object, or as JSON text).
     """
 
     argument: ClassVar[str | None] = "task"
@@ -29,13 +29,13 @@ class ReasoningGymGrader(Grader):
     metadata: str = "metadata"
     """The column with the task's metadata."""
     tagged: bool = False
-    """Only what stands in <answer>...</answer> counts; false: without such tags, the last line."""
+    """Only the text in <answer>...</answer> counts; false: without such tags, the last line."""
 
     def check(self) -> None:
         """Check that reasoning-gym is installed and has the task.
 
         Raises:
-            ConfigError: it is not, or it does not.
+            ConfigError: the package or the task is missing.
         """
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ConfigError(f"reasoning_gym:{self.task} needs the package: run `pip install reasoning-gym`")

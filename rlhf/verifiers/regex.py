@@ -15,7 +15,7 @@ class RegexGrader(Grader):
 
     type: Literal["regex"] = "regex"
     pattern: str | None = None
-    """The regular expression, of Python; null: that of the row's column `row_pattern`."""
+    """The regular expression, of Python; null: the pattern in the row's column `row_pattern`."""
     row_pattern: str = "pattern"
     """The column with each row's own pattern, if `pattern` is null; a row without one is not graded."""
     answer: str | None = None
@@ -40,7 +40,7 @@ class RegexGrader(Grader):
         return self
 
     def start(self) -> GradeFunction:
-        """Return what matches."""
+        """Return the function that matches."""
 
         def grade(completion: str, row: Row) -> float | None:
             pattern = self.pattern if self.pattern is not None else row.get(self.row_pattern)

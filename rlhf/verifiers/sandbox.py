@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeAlias
 
 State: TypeAlias = Literal["passed", "failed", "timeout", "unsupported"]
 MIB = 2**20
-MOST_ANSWER = 2**16  # bytes that are read of what a program in bubblewrap answers
+MOST_ANSWER = 2**16  # bytes that are read of the answer of a program in bubblewrap
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Tests:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use: seconds, and MiB of memory."""
+    """The limits of a program: seconds, and MiB of memory."""
 
     seconds: float
     memory_mb: int
@@ -67,7 +67,7 @@ class MontySandbox:
         }
 
     def run(self, program: str, tests: Tests) -> State:
-        """Run a program and its tests; unsupported where monty lacks something that Python has."""
+        """Run a program and its tests; unsupported if monty lacks something that Python has."""
         try:
             with self._pool.checkout(limits=self._limits) as session:
                 session.feed_run(program, print_callback=_ignore)
@@ -110,7 +110,7 @@ def _parses(program: str) -> bool:
 # --- bubblewrap ------------------------------------------------------------------------------------------------
 
 # The program never sees the descriptors through which the tests come and the result goes: they are no variables of
-# its module, and its standard streams are empty. What is used after it has run is bound before.
+# its module, and its standard streams are empty. Names used after it has run are bound before.
 DRIVER = """
 import os, resource, sys
 def main(memory, seconds):
@@ -263,7 +263,7 @@ NUMBER, AUDIT, FIRST_ARGUMENT = 0, 4, 16  # where the kernel puts them
 
 
 def no_new_processes(machine: str) -> bytes:
-    """Return a filter, as bubblewrap reads it, that allows threads and refuses processes and what could undo the rest.
+    """Return a filter in bubblewrap's format that allows threads and refuses processes and calls that undo the rest.
 
     Raises:
         KeyError: the numbers of the system calls of this kind of machine are not known.

@@ -34,7 +34,7 @@ class JsonGrader(Grader):
         right   keys, types, lengths and values are all right
         only    the completion is the JSON and nothing else: no prose, no fence
 
-    `full` is 1 where all of them are, and has weight 0: it is the rate of answers that meet every constraint.
+    `full` is 1 if all of them are 1, and has weight 0: it is the rate of answers that meet every constraint.
     """
 
     default_weights: ClassVar[Mapping[str, float]] = {
@@ -63,7 +63,7 @@ class JsonGrader(Grader):
         return self
 
     def start(self) -> GradeFunction:
-        """Return what parses and compares."""
+        """Return the function that parses and compares."""
 
         def grade(completion: str, row: Row) -> dict[str, float] | None:
             shape = self.shape(row)
@@ -72,7 +72,7 @@ class JsonGrader(Grader):
         return grade
 
     def shape(self, row: Row) -> JsonShape | None:
-        """Return what the row asks for; None where it has no such column.
+        """Return the shape that the row asks for; None if it has no such column.
 
         Raises:
             ValueError: the column is malformed.

@@ -1,7 +1,7 @@
 """Attention over rows without padding: in rectangles of rows, or in one call of a kernel for rows of any length.
 
 The kernel runs on a CUDA GPU in 16 bits: no rectangles, no mask, no key for every head. A row is then a run of queries
-and a run of keys, both end to end with those of the other rows; query i of n sees all but the last n - 1 - i keys of
+and a run of keys, both end to end with the runs of the other rows; query i of n sees all but the last n - 1 - i keys of
 its run. Whole rows are such runs as they are laid out. Of a prompt that is shared each completion's keys are the
 prompt's and then its own, so that only keys and values are copied.
 """
@@ -37,7 +37,7 @@ class VarlenLayout:
 
     query_bounds: Int[Tensor, " E"]  # int32: where each run of queries begins, and the end of the last
     key_bounds: Int[Tensor, " E"]
-    keys: Int[Tensor, " K"] | None  # the token of each key; None where keys are the tokens as they are
+    keys: Int[Tensor, " K"] | None  # the token of each key; None if keys are the tokens as they are
     longest_queries: int
     longest_keys: int
 
@@ -105,7 +105,7 @@ def varlen_attention(
 
 @cache
 def _kernel() -> Any:
-    """Import torch's kernel, which takes seconds, where it is used."""
+    """Import torch's kernel, which takes seconds, when it is used."""
     return importlib.import_module("torch.nn.attention.varlen")
 
 
@@ -153,8 +153,8 @@ class RectangleIndex:
 class RectangleLayout:
     """The rectangles of packed rows: whole rows, or prompts and completions."""
 
-    first: RectangleIndex  # whole rows; prompts, where they are shared
-    second: RectangleIndex | None  # completions, where prompts are shared
+    first: RectangleIndex  # whole rows; prompts, if they are shared
+    second: RectangleIndex | None  # completions, if prompts are shared
     prompt_of: Int[Tensor, " B"]  # the prompt of each completion
     mask: Bool[Tensor, "B 1 T PT"] | None  # which keys (the prompt's, then its own) a completion token sees
 
@@ -180,7 +180,7 @@ class PackedBatch:
 
     @property
     def places(self) -> list[RectangleIndex]:
-        """Return the rectangles that attention is computed in; none where it takes the tokens as they are."""
+        """Return the rectangles that attention is computed in; none if it takes the tokens as they are."""
         return [] if isinstance(self.layout, VarlenLayout) else self.layout.places
 
 
@@ -266,7 +266,7 @@ def attend(rows: PackedBatch, states: Sequence[Tensor], *, scale: float | None) 
     """Compute causal attention within each row, of states that are already in their places.
 
     `states` are query, key and value, [places or tokens, heads, d]: of each rectangle, row by row, or of the tokens as
-    they are. So is what is returned.
+    they are. So is the result.
     """
     if isinstance(rows.layout, VarlenLayout):
         query, key, value = states

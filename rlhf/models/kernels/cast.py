@@ -23,8 +23,8 @@ def pad_rows_for_onednn(x: Float[Tensor, "N D"], dtype: torch.dtype) -> Float[Te
     """Convert `x` to `dtype`; for 16 bits on a CPU, append rows of zeros up to a multiple of 64.
 
     oneDNN compiles and caches a kernel for each shape of a 16-bit product, which takes about as long as the product
-    itself, and a batch without padding has another shape in every pass. The caller cuts off what the appended rows
-    give; in a sum over rows they add nothing.
+    itself, and a batch without padding has another shape in every pass. The caller cuts off the results of the
+    appended rows; in a sum over rows they add nothing.
     """
     missing = -len(x) % ROW_MULTIPLE if x.device.type == "cpu" and dtype in HALF_DTYPES else 0
     if not missing:

@@ -2,7 +2,7 @@
 
 Linear layers and norms see live tokens only. Attention is causal and computed per row, so no token sees another row.
 Rows of one prompt may share its tokens: each completion sees the prompt's keys, no completion sees another, and
-positions count from the prompt's first token. The results are those of a padded rectangle, to rounding.
+positions count from the prompt's first token. The results equal a padded rectangle's, to rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rlhf.models.text_config import text_config
 from rlhf.runtime.device import exact_products, is_device_error
 
 LAYOUT_PARTS = (PackedBatch, RectangleLayout, RectangleIndex, VarlenLayout)
-MIN_SHARED_FRACTION = 0.1  # prompts are shared where that saves at least this share of the tokens: measured
+MIN_SHARED_FRACTION = 0.1  # prompts are shared if that saves at least this share of the tokens: measured
 
 
 def pack_rows(
@@ -46,9 +46,9 @@ def pack_rows(
     *,
     varlen: bool = False,
 ) -> PackedBatch | None:
-    """Lay out a batch without padding; return None where a row has no prompt, from which to predict its first token.
+    """Lay out a batch without padding; return None if a row has no prompt, from which to predict its first token.
 
-    A prompt is laid out once for all its rows where that saves enough. `varlen` lays rows out for the kernel that takes
+    A prompt is laid out once for all its rows if that saves enough. `varlen` lays rows out for the kernel that takes
     rows of any length (see rlhf.models.kernels.attention), and not for rectangles.
     """
     device = prompt_ids.device
@@ -81,7 +81,7 @@ def pack_for(
     completion_ids: Int[Tensor, "B T"],
     completion_mask: Bool[Tensor, "B T"],
 ) -> PackedBatch | None:
-    """Lay out a batch without padding for `body`; return None where the model or one of the rows needs padding."""
+    """Lay out a batch without padding for `body`; return None if the model or one of the rows needs padding."""
     if packing_unsupported_reason(body):
         return None
     varlen = prompt_ids.device.type == "cuda" and takes_varlen(body)
@@ -202,7 +202,7 @@ def _sdpa(
     rows: PackedBatch | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention over `rows` without padding; without `rows`, as transformers' own `sdpa` does.
+    """Compute attention over `rows` without padding; without `rows`, like transformers' own `sdpa`.
 
     A window that no row outgrows hides nothing and is ignored.
 
@@ -245,14 +245,14 @@ def packed_inputs(rows: PackedBatch) -> dict[str, Any]:
 _REASONS: WeakKeyDictionary[nn.Module, dict[bool, str]] = WeakKeyDictionary()
 PROBE_TOKENS = [[3, 1, 4, 1, 5], [2, 6, 5], [3, 1, 4, 1, 5], [7, 3]], [[9, 2, 6], [5, 3, 5, 8], [9, 7], [9]]
 PROBE_RTOL = 1e-4  # of a row's largest hidden value: differences up to this are rounding in any model
-PROBE_ROUNDINGS = 32  # so are differences up to this many times what one rounding of the embeddings causes
+PROBE_ROUNDINGS = 32  # so are differences up to this many times the effect of one rounding of the embeddings
 PROBE_MAX_RTOL = (
     1e-2  # but none above this: a token that sees another row, a wrong angle or a lost layer is farther off
 )
 
 
 def packing_unsupported_reason(body: nn.Module) -> str:
-    """Explain why rows of `body` (a transformer without its head) must be padded; empty where they need not be.
+    """Explain why rows of `body` (a transformer without its head) must be padded; empty if they need not be.
 
     Tried on a few rows: the hidden states of each must be the ones that it has when computed alone.
     """
@@ -295,10 +295,10 @@ def takes_varlen(body: nn.Module) -> bool:
 
 
 def varlen_unsupported_reason(body: nn.Module, dtype: torch.dtype) -> str:
-    """Explain why attention of `body` stays in rectangles when it computes in `dtype`; empty where it need not.
+    """Explain why attention of `body` stays in rectangles when it computes in `dtype`; empty if it need not.
 
-    Tried on a few rows: hidden states, and gradients where weights are whole, must be as near to those in the weights'
-    own dtype as they are by rectangles in `dtype`. Kernels, cards and head sizes that are not supported fail here.
+    Tried on a few rows: hidden states, and gradients if weights are whole, must be as near to the ones in the
+    weights' own dtype as by rectangles in `dtype`. Kernels, cards and head sizes that are not supported fail here.
     """
     reasons = _VARLEN_REASONS.setdefault(body, {})
     if (body.training, dtype) not in reasons:
@@ -336,7 +336,7 @@ def _find_varlen_reason(body: nn.Module, dtype: torch.dtype) -> str:
 
 
 def _states_and_gradient(body: nn.Module, rows: PackedBatch) -> list[Tensor]:
-    """Return the hidden states that predict tokens and, where weights are whole, a gradient of the embeddings."""
+    """Return the hidden states that predict tokens and, if weights are whole, a gradient of the embeddings."""
     if any(hasattr(parameter, "ds_id") for parameter in body.parameters()):
         with torch.no_grad():
             return [body(**packed_inputs(rows)).last_hidden_state[0][rows.predictor_index]]
@@ -368,7 +368,7 @@ def fits_window(body: nn.Module, rows: PackedBatch) -> bool:
 
 @contextmanager
 def full_precision(body: nn.Module) -> Iterator[None]:
-    """Compute without autocast and TF32 within this context: a trial checks what is computed, not its rounding.
+    """Compute without autocast and TF32 within this context: a trial checks the computation, not its rounding.
 
     TF32 rounds the factors of a product to 10 bits, and not for every shape: a row alone and a row among others then
     differ by more than a mistake in a small model would.

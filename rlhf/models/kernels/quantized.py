@@ -156,13 +156,13 @@ def frozen_product(
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products with x: autocast's where it is on, or its own."""
+    """Return the dtype of matrix products with x: autocast's if it is on, or its own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """y = x W^T and dx = dy W, without W among what is kept for the backward pass."""
+    """y = x W^T and dx = dy W, without keeping W for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dense: Callable[[torch.dtype], Tensor]) -> Tensor:

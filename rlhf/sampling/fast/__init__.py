@@ -4,7 +4,7 @@
     recorded    on a GPU: recorded steps that stay, over a slot for each row
     decoder     a decode step (written-out Llama, the model's own modules, CUDA graphs), the draw, and the trial
     kv_cache    the cache: reading the prompts into it, and attention over it
-    prefix_cache  what is remembered of a prompt from one turn of an episode to the next
+    prefix_cache  the keys and values of a prompt, kept from one turn of an episode to the next
 
 Import FastSampler from `engine`; the others are its parts.
 """

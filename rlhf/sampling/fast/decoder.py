@@ -1,7 +1,7 @@
 """One decode step over the KV cache and the draw of its token: by a written-out Llama, or by the model's own modules.
 
 The written-out step does without the modules of Llama and similar models: fused products, precomputed RoPE, little
-Python. Its weights are copies of the model's, joined and packed once (by oneDNN where the CPU has it) for products with
+Python. Its weights are copies of the model's, joined and packed once (by oneDNN if the CPU has it) for products with
 few rows, and made anew for every rollout. `verify_decoder` tries either before it is used.
 """
 
@@ -50,7 +50,7 @@ class PackedLinear:
     def __init__(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, rows: int, low: torch.dtype | None = None
     ) -> None:
-        """Pack the weights for an x of `rows` rows; `low` is the dtype of the product where it is not the weights'."""
+        """Pack the weights for an x of `rows` rows; `low` is the dtype of the product if it is not the weights'."""
         weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
@@ -131,10 +131,10 @@ class _Layer:
 
 
 class RmsNorm:
-    """An RMS norm, w x / sqrt(mean(x²) + eps), in at least float32, as the model's; the identity where there is none.
+    """An RMS norm, w x / sqrt(mean(x²) + eps), in at least float32, as the model's; the identity if there is none.
 
     Without a weight it is x / sqrt(mean(x²) + eps). With a `width`, heads of that width are normalized one by one, or
-    all together where the weight spans all of them. On a CPU it takes two operations fewer than `normalize` of
+    all together if the weight spans all of them. On a CPU it takes two operations fewer than `normalize` of
     rlhf.models.kernels.llama.elementwise, which costs time at every token; the last bit of the results may differ.
     """
 
@@ -172,7 +172,7 @@ class FusedDecoder:
             model: a model for which `supports_fused_decoding` is true.
             rows: how many rows are decoded together; the weights may be packed for that number.
             positions: tokens of the longest sequence.
-            low: the dtype of matrix products where it is not the weights' (autocast).
+            low: the dtype of matrix products if it is not the weights' (autocast).
         """
         self.rows, self.positions, self.low = rows, positions, low
         plain = _plain(model)
@@ -190,9 +190,9 @@ class FusedDecoder:
         self._embedding_address = self.embed.weight.data_ptr()
 
     def refresh(self, model: CausalLM) -> bool:
-        """Copy the model's current weights over the former ones, so that what was recorded reads them.
+        """Copy the model's current weights over the former ones, so that recorded steps read them.
 
-        Returns False, and does nothing, where the embeddings, which are not copied, are at another address.
+        Returns False, and does nothing, if the embeddings, which are not copied, are at another address.
         """
         plain = _plain(model)
         self.embed = plain.model.embed_tokens
@@ -316,7 +316,7 @@ def _has_one_lora_adapter(model: Any) -> bool:
 
 
 def supports_length(model: CausalLM, positions: int) -> bool:
-    """Check whether rotations depend on the position alone up to this length; those of longrope change beyond it."""
+    """Check whether rotations depend on the position alone up to this length; longrope's change beyond it."""
     switch = rotation_switch(model)
     return switch is None or positions <= switch
 
@@ -345,7 +345,7 @@ def _is_linear(module: Any) -> bool:
 
 
 def _weight(module: Any, low: torch.dtype | None) -> Tensor:
-    """Return the module's weight, in float32 with the active adapters added where it has some.
+    """Return the module's weight, in float32 with the active adapters added if it has some.
 
     The weight itself is rounded to `low`, as the model's own products see it under autocast. Rounded only after a norm
     is folded in, it would have small updates that the model's products lose, and the sampler drift from the policy.
@@ -512,7 +512,7 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream()
 
     def record(self, step: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Take the step once, which warms up what must not start in a capture, and record it; return its outputs too.
+        """Take the step once, which warms up all that may not start in a capture; record it and return its outputs too.
 
         `pool` is the memory that graphs share which are never replayed at the same time.
         """
@@ -549,7 +549,7 @@ class GraphDecoder:
         return self._logits
 
     def _record(self, slots: KVCache, tokens: Tensor, positions: Tensor) -> None:
-        assert slots.static, "what is recorded must not depend on Python's numbers"
+        assert slots.static, "a recorded step must not depend on Python's numbers"
         self._tokens, self._positions = tokens.clone(), positions.clone()
         self._graph, self._logits = self._recorder.record(
             lambda: self.decoder.step(slots, self._tokens, self._positions)
@@ -574,7 +574,7 @@ def verify_decoder(
 ) -> None:
     """Check that decoding a few tokens after two prompts gives the logits of one forward pass without a cache.
 
-    `length` is that of the longest completion: no sequence here is longer than the longest that will be sampled. If
+    `length` is the longest completion's length: no sequence here is longer than the longest that will be sampled. If
     sequences may outgrow the window of the model's attention, the first prompt is repeated until it fills the window.
     `cache` makes a cache of a number of rows, prompts, prompt and completion tokens; None: a KVCache.
 
@@ -664,7 +664,7 @@ def sample_token(
 def sample_within(
     scores: Float[Tensor, "B V"], uniform: Float[Tensor, " B"] | None, temperature: float, limits: SamplingLimits
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"], UInt8[Tensor, "B W"]]:
-    """Pick a token for each row among those that the limits leave, as `sample_token` does among all.
+    """Pick a token for each row among those that the limits leave, like `sample_token` among all.
 
     Returns:
         The tokens, their log-probabilities among those left (nats), and which were left (`algo.support.pack`).
@@ -682,7 +682,7 @@ def sample_within(
 
 
 def inverse_cdf(probabilities: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """Return the token at which the cumulative probability first exceeds `uniform`, as `draw` does.
+    """Return the token at which the cumulative probability first exceeds `uniform`, like `draw`.
 
     The float64 sums are taken over blocks first, and then inside the block that contains the threshold, so that the
     whole vocabulary need not be converted and accumulated.

@@ -59,20 +59,20 @@ class _RunningRows:
         return _RunningRows(*(field[index] for field in (self.row, self.token, self.position, self.drawn, self.done)))
 
     def concat(self, other: _RunningRows) -> _RunningRows:
-        """Return these rows followed by those of `other`."""
+        """Return these rows followed by the rows of `other`."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return _RunningRows(*(torch.cat(pair) for pair in pairs))
 
 
 @dataclass(frozen=True)
 class _Generated:
-    """What was decoded, on the CPU; entries beyond a row's length have no meaning."""
+    """The decoded tokens, on the CPU; entries beyond a row's length have no meaning."""
 
     ids: Int[Tensor, "B T"]
     logprobs: Float[Tensor, "B T"]
     lengths: Int[Tensor, " B"]
     finished: Bool[Tensor, " B"]  # ended with EOS
-    supports: UInt8[Tensor, "B T W"] | None = None  # where tokens were left out, those that were not
+    supports: UInt8[Tensor, "B T W"] | None = None  # if tokens were left out, the others
 
 
 class GenerationBatch:
@@ -117,7 +117,7 @@ class GenerationBatch:
         # One extra column: it takes the tokens that a finished row goes on to draw before it is evicted.
         self.ids = torch.zeros(rows, self.length + 1, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, self.length + 1, device=device)
-        self.supports: Tensor | None = None  # of each token which could be drawn, where limits leave some out
+        self.supports: Tensor | None = None  # of each token which could be drawn, if limits leave some out
         self.uniforms: Tensor | None = None
         if key is not None:
             positions = torch.arange(self.length + 1, device=device).repeat(rows)
@@ -148,7 +148,7 @@ class GenerationBatch:
         """Draw each row's next token from the logits before it."""
         uniform = None
         if self.uniforms is not None:
-            place = self.uniforms.device  # not always that of the rows: see runtime.seeding.uniforms
+            place = self.uniforms.device  # not always the rows' device: see runtime.seeding.uniforms
             uniform = self.uniforms[running.row.to(place), running.drawn.to(place)]
         if self.limits.are_on:
             token, logprob, support = sample_within(logits, uniform, self.temperature, self.limits)
@@ -243,7 +243,7 @@ def changing_rotations(switch: int) -> str:
 
 
 class KeptSteps:
-    """What recorded steps keep from rollout to rollout: one copy of a model's weights, for one sampler or several."""
+    """The memory of recorded steps between rollouts: one copy of a model's weights, for one sampler or several."""
 
     def __init__(self) -> None:
         """Keep nothing yet."""
@@ -259,7 +259,7 @@ class KeptSteps:
 class FastSampler:
     """Samples the same completions as HFSampler, from the same random numbers (in float32).
 
-    Before the first completions its decoders are checked against the model, the fastest first; where none agrees with
+    Before the first completions its decoders are checked against the model, the fastest first; if none agrees with
     the model, HFSampler takes over.
     """
 
@@ -288,7 +288,7 @@ class FastSampler:
             engine: the engine that holds the model, if any: rows are distributed over its ranks.
             lean: whether FusedDecoder may be used; otherwise only the model's own modules are.
             static: whether steps can be recorded (see KVCache), as CUDA graphs on a GPU; None: on a GPU only.
-            kept: what recorded steps keep, if other samplers from the same model share it.
+            kept: the memory of recorded steps, if other samplers from the same model share it.
             warn: called with the reason when a slower way is used.
         """
         self.model = model
@@ -438,7 +438,7 @@ class FastSampler:
     def _replay(self, prompts: Prompts, key: int | None) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B T"]]:
         """Decode by recorded steps, on buffers that stay as long as the rows of a rollout fit into them.
 
-        There is one set of them, however many rows a rollout has: fewer take the steps of the next larger bucket.
+        There is one set of them for rollouts of all sizes: fewer rows take the steps of the next larger bucket.
         """
         _, prompt = unique_prompts(prompts)
         longest, length = int(prompts.prompt_mask.sum(dim=1).max()), self.config.max_new_tokens
@@ -479,9 +479,9 @@ class FastSampler:
         return FusedDecoder(self.model, rows=rows, positions=positions, low=low)
 
     def _decoder(self, prompts: Prompts, uses: str | None, *, longest: int | None = None) -> Decoder:
-        """Make the named decoder, or that of the model's own modules if sequences are too long for the lean one.
+        """Make the named decoder, or the one of the model's own modules if sequences are too long for the lean one.
 
-        `longest` is given where no sequence will have more tokens than that, as in the trial.
+        `longest` is given if no sequence will have more tokens than that, as in the trial.
         """
         positions = self._positions(prompts)
         positions = positions if longest is None else min(positions, longest)

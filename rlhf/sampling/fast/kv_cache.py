@@ -67,7 +67,7 @@ def attend(
 
 
 def _scores(query: Float[Tensor, "M E D"], keys: Float[Tensor, "M C D"]) -> Float[Tensor, "M E C"]:
-    """Compute Q K^T; in bfloat16 as (K Q^T)^T, which oneDNN does three times as fast where E is a few rows."""
+    """Compute Q K^T; in bfloat16 as (K Q^T)^T, which oneDNN does three times as fast if E is a few rows."""
     if query.dtype == torch.bfloat16 and query.device.type == "cpu":
         return torch.bmm(keys, query.transpose(1, 2)).transpose(1, 2)
     return torch.bmm(query, keys.transpose(1, 2))
@@ -101,7 +101,7 @@ def _flat(memory: Float[Tensor, "N G C X"]) -> Float[Tensor, "M C X"]:
 
 @runtime_checkable
 class StepCache(Protocol):
-    """What a decode step asks of a cache."""
+    """The methods of a cache that a decode step calls."""
 
     def begin_step(self, positions: Int[Tensor, " N"]) -> None:
         """Unmask the columns that this step writes, for tokens at these positions."""
@@ -131,7 +131,7 @@ def prefill(
 ) -> tuple[Float[Tensor, "L V"], Layered]:
     """Return the logits after each left-padded prompt and all layers' keys and values, using the model's attention.
 
-    `past` has the keys and values of the first columns, where they are known: the model reads the others.
+    `past` has the keys and values of the first columns, if they are known: the model reads the others.
     """
     cache = DynamicCache()  # without the configuration it keeps all columns of sliding-window layers too
     for number, states in enumerate(past):
@@ -195,7 +195,7 @@ class KVCache:
             length: tokens of the longest completion.
             windows: whether some layer may see only a window of the last tokens: positions are then kept.
             static: whether a step depends only on values on the device, so that it can be recorded and replayed.
-            dtype: that of keys and values; None: the model's own, as `cache_dtype` says.
+            dtype: of keys and values; None: the model's own, as `cache_dtype` says.
         """
         self.size, self.prompt, self.ring, self.device = size, prompt, max(1, length - 1), device
         self.lanes = lanes
@@ -211,7 +211,7 @@ class KVCache:
             self.positions = torch.zeros(size, prompt + self.ring, dtype=torch.long, device=device)
         self.plan = PromptLayout(lanes=0, width=0, cells=None)
         self.static, self.dtype = static, dtype
-        self.layout_version = 0  # counts changes of the rows: what was recorded before a change is no longer valid
+        self.layout_version = 0  # counts changes of the rows: a step recorded before a change is no longer valid
         self._column = torch.zeros(1, dtype=torch.long, device=device)
         self._windowed: dict[int, Tensor] = {}
 
@@ -367,7 +367,7 @@ class KVCache:
         return output.to(query.dtype)
 
     def _bias(self, used: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the bias added to the attention scores; None where every row may attend to every column."""
+        """Return the bias added to the attention scores; None if every row may attend to every column."""
         if window is None or self.positions is None:
             if not (self.static or self.masked or self.masked_prompts):
                 return None
@@ -381,7 +381,7 @@ class KVCache:
 
 
 def cache_dtype(computed: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of the cache: that of the keys, but float32 on a CPU without bfloat16 matrix products."""
+    """Return the dtype of the cache: the keys', but float32 on a CPU without bfloat16 matrix products."""
     if computed != torch.bfloat16 or device.type != "cpu" or cpu_has_bfloat16_products():
         return computed
     return torch.float32

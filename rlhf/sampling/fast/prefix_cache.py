@@ -1,4 +1,4 @@
-"""Prefix caching between the turns of an episode: what a row's prompt shares with its last one is not read again."""
+"""Prefix caching between the turns of an episode: the start that a row's prompt shares with its last one is kept."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _past(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the keys and values of the first columns of left-padded prompts, as far as all of them are known.
 
-    Every prompt then goes on with as many tokens, so that no padding stands between what is known and what is new.
+    Every prompt then goes on with as many tokens, so that no padding stands between known and new ones.
     """
     known = torch.tensor([len(prefix.ids) for prefix in prefixes])
     new = int((lengths - known).max())
@@ -127,12 +127,12 @@ def _past(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the keys and values of some prompts are, all read together."""
+    """The places of the keys and values of some prompts, all read together."""
 
     layers: Layered
     at: Int[Tensor, " N"]  # the numbers of the prompts
     rows: Int[Tensor, " N"]  # their rows in the layers
-    columns: Int[Tensor, "N C"]  # for each column that is to be filled, that in the layers
+    columns: Int[Tensor, "N C"]  # for each column that is to be filled, its column in the layers
 
 
 def _gather(places: Sequence[_Place], layer: int, part: int, count: int) -> Float[Tensor, "L G C D"]:
@@ -145,7 +145,7 @@ def _gather(places: Sequence[_Place], layer: int, part: int, count: int) -> Floa
 
 
 def _in_order(parts: Sequence[tuple[Tensor, Layered]], order: Int[Tensor, " L"]) -> tuple[Tensor, Layered]:
-    """Join what was read in parts, in the order of the prompts."""
+    """Join the parts that were read, in the order of the prompts."""
     if len(parts) == 1:
         return parts[0]
     logits, layers = torch.cat([part[0] for part in parts]), zip(*(part[1] for part in parts), strict=True)

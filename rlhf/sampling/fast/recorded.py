@@ -35,7 +35,7 @@ class RowSlots:
     """The keys and values of rows, each in its own slot: its prompt, left-padded, and then its completion."""
 
     def __init__(self, size: int, prompt: int, length: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Create slots for `size` rows of at most `prompt` and `length` tokens; `dtype` is that of keys and values."""
+        """Create slots for `size` rows of at most `prompt` and `length` tokens; `dtype` is of keys and values."""
         self.size, self.prompt, self.dtype, self.device = size, prompt, dtype, device
         self.columns = -(-(prompt + length) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         self.memory: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values [size, G, columns, D]
@@ -110,7 +110,7 @@ class RowSlots:
     def _bias(self, rows: int, window: int | None) -> Float[Tensor, "N K"]:
         if window is None or window >= self.columns:
             return self.bias[:rows]
-        if window not in self._windowed:  # a row's tokens are in adjacent columns: distances are those of positions
+        if window not in self._windowed:  # a row's tokens are in adjacent columns: distances are as for positions
             in_window = self._numbers > self.column[:rows, None] - window
             self._windowed[window] = torch.where(in_window, self.bias[:rows], -torch.inf)
         return self._windowed[window]
@@ -332,7 +332,7 @@ class RecordedGeneration:
         return ids, logprobs
 
     def _finished(self, look: Look | None, step: int) -> list[int]:
-        """Return the slots whose rows are done: by their length, which the host knows, or as an earlier look says."""
+        """Return the slots whose rows are done: by their length, which the host knows, or from an earlier look."""
         done = [False] * len(self.row)
         if look is not None:
             look.arrived.synchronize()
@@ -371,7 +371,7 @@ class RecordedGeneration:
         return min(size for size in self.sampler.buckets if size >= rows)
 
     def _admit(self, step: int) -> int:
-        """Admit waiting rows to free slots, or close up where the rest need fewer; return the rows of a step."""
+        """Admit waiting rows to free slots, or close up if the rest need fewer; return the rows of a step."""
         free = [slot for slot, row in enumerate(self.row) if row is None]
         count = min(len(free), len(self.prompts) - self.waiting)
         if count:

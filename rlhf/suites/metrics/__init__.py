@@ -1,6 +1,6 @@
 """The metrics of the suites as modules of the `evaluate` library, one script each, loaded without network access.
 
-`compute` is what the suites call; `evaluate.load(metric_path("pass_at_k"))` loads one in your own code.
+The suites call `compute`; `evaluate.load(metric_path("pass_at_k"))` loads one in your own code.
 """
 
 from __future__ import annotations

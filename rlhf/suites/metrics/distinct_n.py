@@ -8,7 +8,7 @@ import evaluate
 from rlhf.evaluation.evaluate import distinct_n
 
 DESCRIPTION = """Distinct n-grams over all n-grams of all texts, with words separated by whitespace
-(Li et al. 2016): near 0 where texts repeat themselves or each other; NaN where there is no n-gram."""
+(Li et al. 2016): near 0 if texts repeat themselves or each other; NaN if there is no n-gram."""
 
 
 class DistinctN(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types

@@ -13,7 +13,7 @@ DESCRIPTION = "The share of solutions whose final answer is exactly the number o
 INPUTS = """
 predictions: solutions, as text; the answer is found after ####, in a box, after "the answer is", or is the last number.
 references: GSM8K's solutions, which end in `#### number`, or texts that are or end in the number.
-announced_only: count an answer only where it is announced, not where it is just the last number.
+announced_only: count an answer only if it is announced, not if it is just the last number.
 """
 
 

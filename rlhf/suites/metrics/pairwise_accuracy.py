@@ -10,7 +10,7 @@ from rlhf.suites.metrics.win_rate import wins
 from rlhf.suites.questions import mean
 
 DESCRIPTION = """The share of preference pairs whose chosen side is scored higher; a tie counts half. With the 95 %
-interval of Wilson (1927). For rewards it is the accuracy of a reward model, for beta (log pi - log pi_ref) that of
+interval of Wilson (1927). For rewards it is the accuracy of a reward model, for beta (log pi - log pi_ref) of
 DPO's implicit reward (Rafailov et al. 2023)."""
 
 

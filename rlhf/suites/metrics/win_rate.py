@@ -41,7 +41,7 @@ class WinRate(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
 
 
 def wins(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    """Return 1 where A is above B, 1/2 where they are equal, else 0."""
+    """Return 1 if A is above B, 1/2 if they are equal, else 0."""
     if len(a) != len(b):
         raise ValueError(f"{len(a)} scores on one side and {len(b)} on the other")
     return [1.0 if x > y else 0.5 if x == y else 0.0 for x, y in zip(a, b, strict=True)]

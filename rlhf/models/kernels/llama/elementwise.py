@@ -1,4 +1,4 @@
-"""What a layer computes between its matrix products, forward and backward: norms, rotations and gates.
+"""The computations of a layer between its matrix products, forward and backward: norms, rotations and gates.
 
 Each takes as few passes over memory as torch's own operators allow.
 """
@@ -37,7 +37,7 @@ ACTIVATIONS = {  # by their names in model configurations
 def normalize(
     x: Float[Tensor, "N D"], weight: Float[Tensor, " D"], eps: float, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "M D"], Float[Tensor, "N 1"]]:
-    """Compute the norm w x / rms in `dtype`, with rows of padding where those help, and 1 / rms.
+    """Compute the norm w x / rms in `dtype`, with rows of padding if those help, and 1 / rms.
 
     rms = sqrt(mean(x²) + eps).
     """

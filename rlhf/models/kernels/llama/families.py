@@ -1,7 +1,7 @@
-"""Where the decoder layers of known model families keep their weights, for both written-out passes.
+"""The places of the weights in decoder layers of known model families, for both written-out passes.
 
 The training pass (forward.py) and the decode step (rlhf/sampling/fast/decoder.py) ask for query, key, value, gate and
-up, whatever modules hold them: where one weight holds several, each is a view of its rows.
+up, in any modules: if one weight holds several, each is a view of its rows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Layer:
-    """What the written-out passes need to know of a decoder layer."""
+    """The parts of a decoder layer, for the written-out passes."""
 
     inputs: Sequence[Projection]  # query, key and value
     output: Projection
@@ -71,11 +71,11 @@ class Layer:
     head_dim: int  # of a head; only as much of it is rotated as there are angles
     scaling: float
     window: int | None
-    rope_kind: str | None = None  # which kind of rotary embedding, where a model has several
+    rope_kind: str | None = None  # which kind of rotary embedding, if a model has several
 
 
 def _separate(layer: Any, norms: Norms, activation_name: str) -> Layer:
-    """Describe a layer with a weight for each part, and biases, query and key norms and a window where it has them."""
+    """Describe a layer with a weight for each part, and biases, query and key norms and a window if it has them."""
     attention, mlp = layer.self_attn, layer.mlp
     return Layer(
         inputs=[Projection(attention.q_proj), Projection(attention.k_proj), Projection(attention.v_proj)],

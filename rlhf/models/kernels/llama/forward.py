@@ -1,12 +1,12 @@
 """The forward pass of Llama-like models over rows without padding, written out: the modules' results in fewer steps.
 
 A layer is two halves around its attention, each with a backward pass of its own. Modules take a dozen steps, each of
-which keeps its inputs; here few passes over memory do the same, and what is cheap to recompute in the backward pass
-(norms, silu) is not kept. Matrix products are computed in the dtype `low`, which is autocast's or else the weights'
-own; norms, rotations and the residual stream are in the weights' dtype. What is between the products is in
-elementwise.py.
+which keeps its inputs; here few passes over memory do the same, and values that the backward pass recomputes cheaply
+(norms, silu) are not kept. Matrix products are computed in the dtype `low`, which is autocast's or else the weights'
+own; norms, rotations and the residual stream are in the weights' dtype. The steps between the products are
+in elementwise.py.
 
-Which families these are, and where they keep their weights, is in families.py. Results that nobody reads are left out
+The list of these families, with the places of their weights, is in families.py. Results that nobody reads are left out
 too: the last layer's feed-forward half is computed for the chosen tokens only.
 """
 
@@ -38,7 +38,7 @@ from rlhf.runtime.device import is_device_error
 
 
 def predictor_states(body: nn.Module, rows: PackedBatch, chosen: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
-    """Compute the last hidden states at `chosen` for rows without padding, by the written-out pass where it applies."""
+    """Compute the last hidden states at `chosen` for rows without padding, by the written-out pass if it applies."""
     if supports_fused(body):
         return _states(body, rows, chosen)
     states: Tensor = body(**packed_inputs(rows)).last_hidden_state
@@ -51,7 +51,7 @@ _MATCHES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # tried once
 def supports_fused(body: nn.Module) -> bool:
     """Check whether the written-out pass computes what `body` computes, by trying it on a few rows.
 
-    It does not apply where the modules must be called as they are: adapters of another kind than plain LoRA, weights
+    It does not apply if the modules must be called as they are: adapters of another kind than plain LoRA, weights
     that DeepSpeed gathers only then (ZeRO-3), or whose gradients it reduces as they arrive (ZeRO-2), which must be in
     the same order in all processes, while here several arrive at once.
     """
@@ -63,7 +63,7 @@ def supports_fused(body: nn.Module) -> bool:
 
 
 def fused_unsupported_reason(body: nn.Module) -> str:
-    """Explain why the written-out pass is off for a family that it knows; empty where it is on, or never was meant."""
+    """Explain why the written-out pass is off for a family that it knows; empty if it is on, or of no use here."""
     if supports_fused(body) or not _is_plain(body):
         return ""
     return f"layers of {type(body).__name__} are not written out: on a few rows they gave other numbers"
@@ -138,7 +138,7 @@ def _adapters(projections: Sequence[Projection]) -> list[MaybeLowRank]:
 
 
 def _adapters_of(projection: Projection) -> Sequence[MaybeLowRank]:
-    """Return the adapter of each part; parts of one weight share A. None where there is none, or it is disabled."""
+    """Return the adapter of each part; parts of one weight share A. None if there is none, or it is disabled."""
     module = projection.module
     if is_linear(module) or module.disable_adapters:
         return [None] * projection.parts
@@ -201,7 +201,7 @@ def _states(body: Any, rows: PackedBatch, chosen: Int[Tensor, " M"]) -> Float[Te
 
 
 def rotary(body: Any, x: Float[Tensor, "N D"], rows: PackedBatch, angles: str | None) -> RotaryTable:
-    """Compute the body's rotary embedding, of kind `angles` where it has several, at the positions of the rows."""
+    """Compute the body's rotary embedding, of kind `angles` if it has several, at the positions of the rows."""
     tables = body.rotary_emb(x[None], rows.position_ids, *([] if angles is None else [angles]))
     cos, sin = (table[0, :, None, : table.shape[-1] // 2] for table in tables)
     return RotaryTable(cos, sin, rows.places)
@@ -216,7 +216,7 @@ def layer_forward(
     rows: PackedBatch,
     chosen: Int[Tensor, " M"] | None,
 ) -> Float[Tensor, "M D"]:
-    """Compute a layer for the `chosen` tokens or, where that is None, all."""
+    """Compute a layer for the `chosen` tokens or, if that is None, all."""
     spec = read(layer)
     turn = turns[spec.rope_kind]
     low = compute_dtype(x)
@@ -312,7 +312,7 @@ def after_attention(
     activation: str,
     low: torch.dtype,
 ) -> Float[Tensor, "M D"]:
-    """Compute a layer from the output of its attention on, for the `chosen` tokens or, where that is None, for all.
+    """Compute a layer from the output of its attention on, for the `chosen` tokens or, if that is None, for all.
 
     y = skip + seen Wo', then y + (silu(n Wg') * (n Wu')) Wd' with n = norm(y) (Shazeer 2020). In families that norm the
     output of a half, the norm of each product is added instead. `activation` is a key of elementwise.ACTIVATIONS.
@@ -528,12 +528,12 @@ class _AfterAttention(torch.autograd.Function):
 
 
 def _split_norms(norms: Sequence[Norm | None]) -> tuple[list[float], list[Weight]]:
-    """Return the epsilons and the weights of norms; 0 and None where there is none."""
+    """Return the epsilons and the weights of norms; 0 and None if there is none."""
     return [0.0 if norm is None else norm.eps for norm in norms], [None if norm is None else norm[0] for norm in norms]
 
 
 def _flatten_adapters(adapters: Sequence[MaybeLowRank]) -> tuple[list[float], list[Weight]]:
-    """Return the adapters' scales, and A and B of each in a flat list; 0 and None where there is no adapter."""
+    """Return the adapters' scales, and A and B of each in a flat list; 0 and None if there is no adapter."""
     scales = [0.0 if adapter is None else adapter.scale for adapter in adapters]
     pairs = [(None, None) if adapter is None else (adapter.down, adapter.up) for adapter in adapters]
     return scales, [weight for pair in pairs for weight in pair]
@@ -566,7 +566,7 @@ def _add_low_rank(product: Float[Tensor, "M E"], x: Float[Tensor, "N D"], adapte
 def _add_product(
     skip: Float[Tensor, "N D"], x: Float[Tensor, "M E"], weight: Matrix, adapter: MaybeLowRank
 ) -> Float[Tensor, "N D"]:
-    """Compute skip + the first N rows of x (W + scale B A)^T; one fused product where the dtypes agree (M = N)."""
+    """Compute skip + the first N rows of x (W + scale B A)^T; one fused product if the dtypes agree (M = N)."""
     if x.dtype == skip.dtype:
         total = torch.addmm(skip, x, cast_weight(weight, x.dtype).t())
     else:
@@ -608,7 +608,7 @@ def _input_gradient(
 
 
 def _weight_gradient(gradient: Tensor, x: Weight, weight: Matrix, needed: bool) -> Weight:
-    """Compute the gradient of a weight, dy^T x, in its dtype; return None where it is not needed."""
+    """Compute the gradient of a weight, dy^T x, in its dtype; return None if it is not needed."""
     if not needed or isinstance(weight, QuantizedLinear):
         return None
     assert x is not None
@@ -616,7 +616,7 @@ def _weight_gradient(gradient: Tensor, x: Weight, weight: Matrix, needed: bool) 
 
 
 def _adapter_gradients(gradient: Tensor, x: Weight, adapter: MaybeLowRank, needed: bool) -> tuple[Weight, Weight]:
-    """Compute the gradients of A, scale (dy B)^T x, and of B, scale dy^T (x A^T); None where they are not needed."""
+    """Compute the gradients of A, scale (dy B)^T x, and of B, scale dy^T (x A^T); None if they are not needed."""
     if adapter is None or not needed:
         return None, None
     assert x is not None
@@ -670,7 +670,7 @@ def _renormalize(
 
 
 def _scaled(x: Any, inverse: Weight) -> Any:
-    """Apply a norm without its weight to x; return x itself where there is none."""
+    """Apply a norm without its weight to x; return x itself if there is none."""
     return x if inverse is None else x * inverse
 
 
