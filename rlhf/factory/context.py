@@ -386,7 +386,7 @@ def run_facts(
     """Return the facts that the limits of alarms depend on besides the metrics."""
     if isinstance(config, RewardModelConfig):
         return RunFacts(
-            is_rounded=config.model.dtype == "bfloat16", evaluates_once=config.eval.every == 0, on_data=True
+            is_rounded=config.model.dtype == "bfloat16", evaluates_once=_evaluates_once(config), on_data=True
         )
     online = config if isinstance(config, OnlineConfig) else None
     pairs = online is not None and online.algorithm.policy_loss.pair_loss is not None
@@ -398,9 +398,15 @@ def run_facts(
         updates=1 if online is None else config.batch.epochs * config.batch.minibatches,
         repeats_prompts=repeats_prompts,
         leaves_out_template=leaves_out_template,
-        evaluates_once=config.eval.every == 0,
+        evaluates_once=_evaluates_once(config),
         on_data=online is None,
     )
+
+
+def _evaluates_once(config: TrainConfig | RewardModelConfig) -> bool:
+    """Return whether the run evaluates only before its first and after its last step; False if its length is open."""
+    every, steps = config.eval.every, config.schedule.steps
+    return every == 0 or (steps is not None and every >= steps)
 
 
 def keep_best(

@@ -271,3 +271,19 @@ def test_alarms_are_told_what_kind_of_run_it_is() -> None:
     for name in ("sft", "dpo", "reward_model"):
         facts = run_facts(load_any(ROOT / "configs" / f"{name}.yaml", []))
         assert (facts.updates, facts.on_data) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "settings, once",
+    [
+        (["eval.every=0"], True),
+        (["eval.every=50", "schedule.steps=24"], True),
+        (["eval.every=24", "schedule.steps=24"], True),
+        (["eval.every=12", "schedule.steps=24"], False),
+        (["eval.every=50", "schedule.steps=null", "schedule.epochs=1"], False),
+    ],
+)
+def test_alarms_are_told_of_a_single_evaluation_after_training(settings: list[str], once: bool) -> None:
+    online = ["policy.model=m", "reward.source.path=r", "data.prompts.path=p"]
+    assert run_facts(load_any(ROOT / "configs" / "ppo.yaml", [*online, *settings])).evaluates_once == once
+    assert run_facts(load_any(ROOT / "configs" / "reward_model.yaml", settings)).evaluates_once == once
