@@ -293,6 +293,47 @@ def test_the_comparison_on_people_s_pairs(name: str) -> None:
     assert seen == set(DETOX)
 
 
+def test_the_chain_from_fewer_rewrites() -> None:
+    results, text = read("compare_detox_800.json"), page("docs/experiments/detox.md").split("### From 800 rewrites")[1]
+    start = results["start_model"]["suites"]["detox"]
+    seeds = {(arm.upper(), str(seed["seed"])): seed for arm, has in results["arms"].items() for seed in has["seeds"]}
+    by_people = {figure: start[f"human_{figure}"] for figure in ("j", "style", "similarity")}
+    people, seen = start["human_j"]["value"], set()
+    for row in rows(text.split("\n### ")[0]):
+        if len(row) != 7 or not row[2].startswith("."):
+            continue
+        name = row[0].partition(" on 800")[0]
+        run = seeds.get((name, row[1]), {"kl": 0.0})
+        others = {"SFT": start, "SFT, the same pairs": results["sft_same"]["figures"], "people": by_people}
+        figures = others.get(name) or run["suites"]["detox"]
+        j = figures["j"]
+        assert wrong(numbers(row[2].replace(".", "0.")), [j["value"], j["low"], j["high"]]) == [], row
+        assert wrong([f"0{row[4]}", f"0{row[5]}"], [figures["style"]["value"], figures["similarity"]["value"]]) == [], (
+            row
+        )
+        if row[3] != "–":
+            gain = [j["gain"][key] for key in ("value", "low", "high")]
+            assert wrong(numbers(row[3].replace(".", "0.")), gain) == [], row
+        if (name, row[1]) in seeds:
+            assert wrong(numbers(row[6]), [run["kl"]]) == [], row
+        seen.add((name, row[1]))
+    assert seen == {*seeds, ("SFT", "–"), ("SFT, the same pairs", "0"), ("people", "–")}
+    less = results["ppo_less_sft_same"]
+    (told_less,) = re.findall(r"end (.*?) below PPO", " ".join(text.split()))
+    assert wrong(numbers(told_less.replace(".", "0.")), [less[key] for key in ("value", "low", "high")]) == []
+    both = results["arms"]["ppo"]["suites"]["detox"]["j"]
+    told = re.search(r"PPO gains (.*?) over both seeds.*?people \((.*?)\), and ends at (.*?): ", " ".join(text.split()))
+    assert told is not None
+    shown = [number for part in told.groups() for number in numbers(part.replace(".", "0."))]
+    expected = [*(both["gain"][key] for key in ("value", "low", "high")), people]
+    assert wrong(shown, [*expected, both["value"], both["low"], both["high"]]) == []
+    for name in ("README.md", "docs/results.md"):
+        sentence = r"From a start of 800 rewrites, J (\.\d+), PPO \[?gains (\.\d+).*?and SFT on .*? pairs (\.\d+)"
+        (told,) = re.findall(sentence, " ".join(page(name).split()))
+        gains = [both["gain"]["value"], results["sft_same"]["figures"]["j"]["gain"]["value"]]
+        assert wrong([f"0{figure}" for figure in told], [start["j"]["value"], *gains]) == [], name
+
+
 def test_a_quarter_of_the_completions_on_people_s_pairs() -> None:
     arms = read("compare_detox_2048.json")["arms"]
     told = re.search(r"PPO \.(\d+), GRPO \.(\d+), online DPO \.(\d+)", page("docs/experiments/detox.md"))
