@@ -39,7 +39,7 @@ def verdict(results: ComparisonResults) -> str:
     untuned = results.tuning.untuned_arms if results.tuning is not None else set()
     trained = [arm for arm in ranked if results.arms[arm].type == "train" and arm not in untuned]
     if not ranked:
-        return "No arm was finished, so there is nothing to compare. The notes below give the errors."
+        return "No arm is finished, so there is nothing to compare. Errors, if there are any, are in the notes."
     best = (trained or ranked)[0]
     final = results.finals[best]
     score = final.measures.score

@@ -383,7 +383,7 @@ class MixedStream(Generic[T, S]):
             if isinstance(source, StreamedSource) and name in state and not source.restore(state[name]):
                 changed.append(
                     f"warning: the files of {name}, or its shuffle_buffer, are not those that the run began with: its "
-                    "rows are counted anew, and differ from an uninterrupted run's"
+                    "rows are counted again, and differ from an uninterrupted run's"
                 )
         return changed
 

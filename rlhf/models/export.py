@@ -40,7 +40,7 @@ class Origin:
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Files to repeat byte for byte: config.json, generation_config.json, code, licence."""
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
-    """The tokenizer's files; empty if there are none, so that it must be saved anew."""
+    """The tokenizer's files; empty if there are none: an export then saves the tokenizer."""
     weights: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
     """The tensors of each safetensors file."""
     folder: Path | None = None
@@ -180,11 +180,11 @@ def export_model(
     dtype: ExportDtype | None = "auto",
     state: Mapping[str, Tensor] | None = None,
 ) -> Exported:
-    """Write a model folder that equals the origin's except for the weights, and return its share of the training.
+    """Write a model folder, the origin's except for the weights, and return the share of the training that it keeps.
 
     Args:
         model: a causal LM, or a classifier with one label.
-        tokenizer: saved anew if the origin has no tokenizer files.
+        tokenizer: saved if the origin has no tokenizer files.
         folder: the folder to write.
         origin: the published model that it was loaded from.
         dtype: "auto" writes each weight in its origin's dtype, or all in float32 if that would lose more of the change
@@ -280,7 +280,7 @@ def _write_other_files(model: PreTrainedModel, origin: Origin, folder: Path) -> 
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, origin: Origin) -> None:
-    """Copy the origin's tokenizer files byte for byte, or save the tokenizer anew if there are none."""
+    """Copy the origin's tokenizer files byte for byte, or save the tokenizer if there are none."""
     if not origin.tokenizer_files:
         tokenizer.save_pretrained(folder)
     for name, content in origin.tokenizer_files.items():

@@ -213,7 +213,7 @@ def test_a_budget_in_words() -> None:
 
 def test_nothing_finished_is_said_too(typed: ComparisonResults) -> None:
     broken = replace(typed, arms={"broken": typed.arms["broken"]}, win_rates=(), evaluations=())
-    assert verdict(broken).startswith("No arm was finished")
+    assert verdict(broken).startswith("No arm is finished")
     assert win_matrix(broken) == []
     one = replace(typed, arms={"ppo": typed.arms["ppo"]})
     assert "no other trained arm" in verdict(one)
