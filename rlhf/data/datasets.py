@@ -54,6 +54,13 @@ def epoch_order(n: int, batch_size: int, seed: int, step: int) -> list[int]:
     return [_permutation(n, seed, position // n)[position % n] for position in range(start, start + batch_size)]
 
 
+def rows_read(n: int, batch_size: int, seed: int, steps: int) -> list[int]:
+    """Return the indices, in order, of the rows that the first `steps` batches of `epoch_order` hold."""
+    if steps * batch_size >= n:
+        return list(range(n))
+    return sorted(_permutation(n, seed, 0)[: steps * batch_size])
+
+
 def sequential_batches(rows: RowSet[B_co], size: int) -> Iterator[B_co]:
     """Yield every row once, in data set order, in batches of at most `size`."""
     for start in range(0, len(rows), size):

@@ -69,6 +69,23 @@ class CompletionRows:
         lengths = [len(p) + len(c) for p, c in zip(self.prompts, self.completions, strict=True)]
         return sorted(range(len(self)), key=lambda row: (-lengths[row], row))
 
+    def by_prompt(self) -> list[int]:
+        """Return the row indices prompt by prompt, the prompt with the longest row first: each is computed once."""
+        longest: dict[tuple[int, ...], int] = {}
+        for prompt, completion in zip(self.prompts, self.completions, strict=True):
+            key = tuple(prompt)
+            longest[key] = max(longest.get(key, 0), len(prompt) + len(completion))
+        return sorted(range(len(self)), key=lambda row: (-longest[tuple(self.prompts[row])], self.prompts[row], row))
+
+    def at(self, indices: Sequence[int]) -> CompletionRows:
+        """Return the rows at `indices` as a data set of their own."""
+        return CompletionRows(
+            tuple(self.prompts[i] for i in indices),
+            tuple(self.completions[i] for i in indices),
+            self.pad_id,
+            tuple(self.learned[i] for i in indices) if self.learned else (),
+        )
+
     def collate(self, indices: Sequence[int]) -> Demonstrations:
         """Collate the rows at `indices` into one batch."""
         prompt_ids, prompt_mask = left_pad([self.prompts[i] for i in indices], self.pad_id)

@@ -18,7 +18,7 @@ from rlhf.algorithms.sft import DemonstratedLoss
 from rlhf.batching import Batch
 from rlhf.config.data import PreferencesConfig, SftConfig
 from rlhf.config.sections import OfflineConfig
-from rlhf.data.datasets import BatchStream, HasPrompt, RowPipeline, RowSet, sequential_batches
+from rlhf.data.datasets import BatchStream, HasPrompt, RowPipeline, RowSet, rows_read, sequential_batches
 from rlhf.data.mixture import MixedStream
 from rlhf.data.pairs import (
     AnnotatedLabelledSet,
@@ -114,7 +114,16 @@ class PreferenceData:
 
     def stream(self, rows: RowSet[B]) -> BatchStream[B]:
         """Return the shuffled batches of the rows in memory."""
-        return BatchStream(rows, self.config.batch.prompts_per_step, derive_seed(self.config.run.seed, "preferences"))
+        return BatchStream(rows, self.config.batch.prompts_per_step, self._order_seed)
+
+    def rows_read(self, count: int) -> list[int]:
+        """Return the indices, of `count` rows in memory, that the whole run reads."""
+        size = self.config.batch.prompts_per_step
+        return rows_read(count, size, self._order_seed, total_steps(self.config.schedule, count / size))
+
+    @property
+    def _order_seed(self) -> int:
+        return derive_seed(self.config.run.seed, "preferences")
 
     def mix(self, pipeline: Callable[..., RowPipeline[P, M]]) -> MixedStream[P, M]:
         """Build the mixed or streamed rows of the run, encoded by the `pipeline` of their use."""
@@ -170,7 +179,7 @@ def pairs_task(
     loss = PairwiseLoss(models, section)
     feed: TrainingData[AnnotatedPairs]
     if config.preference_data.is_plain:
-        train = judgments.annotate.pairs(judgments.load(pair_pipeline, config.preference_data))
+        train = judgments.annotate.pairs(judgments.load(pair_pipeline, config.preference_data), judgments.rows_read)
         feed = TrainingData.of(judgments.stream(train))
     else:
         mixture = judgments.mix(pair_pipeline)
@@ -200,7 +209,8 @@ def labelled_task(
     )
     feed: TrainingData[AnnotatedLabelledCompletions]
     if config.preference_data.is_plain:
-        train = judgments.annotate.labelled(judgments.load(preference_pipeline, config.preference_data))
+        rows = judgments.load(preference_pipeline, config.preference_data)
+        train = judgments.annotate.labelled(rows, judgments.rows_read)
         feed = TrainingData.of(judgments.stream(train))
     else:
         mixture = judgments.mix(labelled_pipeline)

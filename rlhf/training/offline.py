@@ -322,15 +322,27 @@ def completion_logprobs(
     rows_per_pass: int,
     device: torch.device,
     ranks: Distributed = SINGLE_PROCESS,
+    shares_prompts: bool = False,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> Float[Tensor, " N"]:
     """Compute every completion's log-probability, summed over its tokens; rows of similar length share a pass.
 
     The passes are dealt to the ranks in turn, and all ranks make equally many.
+
+    Args:
+        rows: the prompts and completions.
+        token_logprobs: computes log-probabilities per token; its rows may be padded.
+        rows_per_pass: completions per forward pass.
+        device: of the forward passes.
+        ranks: the processes among which the passes are dealt.
+        shares_prompts: the model computes the equal prompts of a pass once; rows of the same prompt share a pass.
+        progress: is told the share of the passes that are done, before each.
     """
     totals = torch.zeros(len(rows), dtype=torch.float64)
-    order = rows.by_length()
+    order = rows.by_prompt() if shares_prompts else rows.by_length()
     parts = [order[start : start + rows_per_pass] for start in range(0, len(order), rows_per_pass)]
     for first in range(0, len(parts), ranks.world):
+        progress(first / len(parts))
         is_mine = first + ranks.rank < len(parts)
         part = parts[first + ranks.rank if is_mine else first]
         batch = rows.collate(part).to(device)

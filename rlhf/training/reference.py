@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,14 +26,19 @@ from rlhf.data.pairs import (
     completion_labels,
     completion_rows,
 )
+from rlhf.models.backbone import body_of
 from rlhf.models.export import weights_fingerprint
+from rlhf.models.kernels.packing import packing_unsupported_reason
 from rlhf.models.policy_models import Models
 from rlhf.section import cache_folder
+from rlhf.tracking.metrics import format_duration
 from rlhf.training.offline import completion_logprobs
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
 
 CACHE_VERSION = 1  # of the file format and the meaning of the numbers; part of the key
+PROGRESS_S = 30.0  # between two lines about a long computation
 _NAME = "logprobs"
+RowsRead = Callable[[int], Sequence[int]]  # of a number of rows: the indices of those that the run reads
 
 
 def no_grad_batch_size(config: OfflineConfig) -> int:
@@ -65,15 +71,17 @@ class ReferenceAnnotator:
         self.cache = ReferenceCache(cache_folder(config.run.cache_dir, os.environ) / "reference")
         self._weights: str | None = None
 
-    def pairs(self, pairs: PairSet) -> AnnotatedPairSet:
-        """Annotate pairs: both completions of each."""
-        chosen, rejected = self._logprobs(completion_rows(pairs)).chunk(2)
+    def pairs(self, pairs: PairSet, read: RowsRead | None = None) -> AnnotatedPairSet:
+        """Annotate pairs: both completions of each; of the pairs that are not `read` NaN."""
+        count = len(pairs)
+        wanted = [*read(count), *(count + i for i in read(count))] if read else None
+        chosen, rejected = self._logprobs(completion_rows(pairs), wanted).chunk(2)
         return AnnotatedPairSet(pairs, chosen, rejected)
 
-    def labelled(self, data: PairSet | LabelledSet) -> AnnotatedLabelledSet:
-        """Annotate single labelled completions; pairs are split into two rows."""
+    def labelled(self, data: PairSet | LabelledSet, read: RowsRead | None = None) -> AnnotatedLabelledSet:
+        """Annotate single labelled completions, NaN if they are not `read`; pairs are split into two rows."""
         rows = completion_rows(data)
-        return AnnotatedLabelledSet(rows, completion_labels(data), self._logprobs(rows))
+        return AnnotatedLabelledSet(rows, completion_labels(data), self._logprobs(rows, read and read(len(rows))))
 
     def batch(self, pairs: PairSet) -> AnnotatedPairSet:
         """Annotate the pairs of one step, without the cache."""
@@ -87,9 +95,13 @@ class ReferenceAnnotator:
         completions = completion_rows(rows)
         return AnnotatedLabelledSet(completions, completion_labels(rows), self._forward(completions))
 
-    def _logprobs(self, rows: CompletionRows) -> Float[Tensor, " N"]:
+    def _logprobs(self, rows: CompletionRows, wanted: Sequence[int] | None = None) -> Float[Tensor, " N"]:
         if not self.config.algorithm.loss.needs_reference:
             return torch.zeros(len(rows), dtype=torch.float64)
+        if wanted is not None and len(wanted) < len(rows):
+            read = torch.full((len(rows),), torch.nan, dtype=torch.float64)
+            read[torch.tensor(wanted)] = self._logprobs(rows.at(wanted))
+            return read
         key = cache_key(
             weights=self._fingerprint(),
             rows=rows_fingerprint(rows.prompts, rows.completions, rows.learned),
@@ -112,9 +124,25 @@ class ReferenceAnnotator:
         self.announce(  # a large data set takes time
             f"reference log-probs of {len(rows):,} completions: computed once, kept in {self.cache.folder}"
         )
-        return self._forward(rows)
+        return self._forward(rows, self._progress())
 
-    def _forward(self, rows: CompletionRows) -> Float[Tensor, " N"]:
+    def _progress(self) -> Callable[[float], None]:
+        """Return a function that is told the share that is done, and announces it twice a minute."""
+        start = shown = time.monotonic()
+
+        def tell(share: float) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if share and now - shown >= PROGRESS_S:
+                shown = now
+                left = format_duration((now - start) * (1 - share) / share)
+                self.announce(f"reference log-probs: {share:.0%} computed, {left} left")
+
+        return tell
+
+    def _forward(
+        self, rows: CompletionRows, progress: Callable[[float], None] = lambda share: None
+    ) -> Float[Tensor, " N"]:
         models = self.models
         assert models.has_reference or not self.is_resumed, "the policy is its own reference at step 0 only"
         logprobs = (
@@ -126,6 +154,8 @@ class ReferenceAnnotator:
             rows_per_pass=no_grad_batch_size(self.config),
             device=models.device,
             ranks=models.engine.ranks,
+            shares_prompts=models.packing == "auto" and not packing_unsupported_reason(body_of(models.policy)),
+            progress=progress,
         )
 
     def _fingerprint(self) -> str:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.data.datasets import epoch_order
+from rlhf.data.datasets import epoch_order, rows_read
 
 SIZES = st.integers(1, 30)
 
@@ -30,3 +30,9 @@ def test_batches_of_any_size_read_one_sequence() -> None:
 def test_the_order_is_that_of_earlier_runs() -> None:
     """A run resumed under a later version must go on with the rows it had before it."""
     assert epoch_order(10, 6, seed=7, step=2) == [6, 9, 0, 3, 0, 1]
+
+
+@given(SIZES, SIZES, st.integers(0, 5), st.integers(1, 12))
+def test_the_rows_of_a_run_are_those_of_its_steps(n: int, batch: int, seed: int, steps: int) -> None:
+    seen = {row for step in range(1, steps + 1) for row in epoch_order(n, batch, seed, step)}
+    assert rows_read(n, batch, seed, steps) == sorted(seen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from runs import make_model, offline, offline_tree, pairs_file, trained_offline,
 
 import rlhf.training.reference as built
 from rlhf.config.files import merge
+from rlhf.factory.context import RunContext
 from rlhf.models.export import weights_fingerprint
 from rlhf.runtime import device
 from rlhf.training.offline import OfflineRun, completion_logprobs
@@ -62,8 +64,9 @@ def test_the_second_run_asks_nothing_and_reads_the_same(tmp_path: Path, asked: l
 
 @pytest.mark.parametrize("preset", ["ipo", "kto", "robust_dpo", "hinge"])
 def test_losses_with_a_reference_share_what_is_kept(tmp_path: Path, asked: list[int], preset: str) -> None:
-    offline(tree_of(tmp_path))
-    offline(tree_of(tmp_path, preset))
+    every = {"steps": 16}  # all rows, of pairs and of single completions
+    offline(tree_of(tmp_path, schedule=every))
+    offline(tree_of(tmp_path, preset, schedule=every))
     assert len(asked) == 1
 
 
@@ -200,3 +203,30 @@ def test_a_fingerprint_is_of_the_weights_and_not_of_the_adapter(tmp_path: Path) 
     with torch.no_grad():
         policy.get_parameter(name).flatten()[0] = value.flatten()[0] + 1e-6
     assert weights_fingerprint(policy) != before
+
+
+def test_a_short_run_asks_only_about_the_rows_that_it_reads(tmp_path: Path, asked: list[int]) -> None:
+    whole = offline(tree_of(tmp_path, run={"out_dir": str(tmp_path / "whole")}, schedule={"steps": 8}))
+    short = offline(tree_of(tmp_path, schedule={"steps": 4}))
+    assert 2 * 4 * 16 < asked[0] <= 2 * 8 * 16
+    assert asked[1] == 2 * 4 * 16
+    for step in range(1, 5):
+        torch.testing.assert_close(short.data(step).chosen_ref_logprobs, whole.data(step).chosen_ref_logprobs)  # type: ignore[attr-defined]
+        torch.testing.assert_close(short.data(step).rejected_ref_logprobs, whole.data(step).rejected_ref_logprobs)  # type: ignore[attr-defined]
+
+
+def test_a_short_kto_run_asks_only_about_the_rows_that_it_reads(tmp_path: Path, asked: list[int]) -> None:
+    run = offline(tree_of(tmp_path, "kto", schedule={"steps": 2}))
+    assert asked == [2 * 16]
+    assert all(run.data(step).ref_logprobs.isfinite().all() for step in (1, 2))  # type: ignore[attr-defined]
+
+
+def test_a_long_computation_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    announced: list[str] = []
+    monkeypatch.setattr(RunContext, "announce", lambda context, text: announced.append(text))
+    monkeypatch.setattr(built, "PROGRESS_S", 0.0)
+    offline(tree_of(tmp_path))
+    assert announced[0].startswith("reference log-probs of 128 completions: computed once, kept in ")
+    assert [re.sub(r"\S+ left", "left", line) for line in announced[1:]] == [
+        f"reference log-probs: {share}% computed, left" for share in (25, 50, 75)
+    ]

@@ -23,7 +23,7 @@ from rlhf.models.logprobs import completion_outputs
 from rlhf.models.policy_models import Models
 from rlhf.training.micro_batches import count_tokens
 from rlhf.training.offline import LabelledLoss, PairwiseLoss, completion_logprobs
-from rlhf.types import AnnotatedLabelledCompletions, AnnotatedPairs
+from rlhf.types import AnnotatedLabelledCompletions, AnnotatedPairs, Demonstrations
 
 PROMPTS = [[1, 5, 6], [1, 7], [1, 8, 9, 10]]
 CHOSEN = [[4, 5, EOS], [6, EOS], [7, 8, 9, 10, EOS]]
@@ -254,6 +254,27 @@ def test_rows_come_back_in_their_own_order_whatever_the_pass() -> None:
         torch.testing.assert_close(logprobs, expected)
         assert not logprobs.requires_grad
     assert rows.by_length() == [2, 0, 1]
+
+
+def test_rows_of_a_prompt_share_a_pass_if_the_model_computes_it_once() -> None:
+    model, prompt = tiny(), [1, 2, 3, 4, 5, 6]
+    rows = CompletionRows((prompt, [7], prompt, [7]), ([3, 4], [5, 6, 7], [8], [9, 3, 5, 1, 2, 4]), 0)
+    assert rows.by_prompt() == [0, 2, 1, 3]
+    assert rows.by_length() == [0, 2, 3, 1]
+    passes: list[int] = []
+
+    def logprobs(batch: Demonstrations) -> torch.Tensor:
+        passes.append(len({tuple(row) for row in batch.prompt_ids.tolist()}))
+        return models_of(model).policy_tokens(batch).logprobs
+
+    shares: list[float] = []
+    once = completion_logprobs(
+        rows, logprobs, rows_per_pass=2, device=torch.device("cpu"), shares_prompts=True, progress=shares.append
+    )
+    assert (passes, shares) == ([1, 1], [0.0, 0.5])
+    torch.testing.assert_close(
+        once, numbers([sequence_logprob(model, *row) for row in zip(rows.prompts, rows.completions, strict=True)])
+    )
 
 
 def test_tokens_are_counted() -> None:
