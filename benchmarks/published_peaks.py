@@ -5,8 +5,8 @@
 Each row has the settings that its page states, and the plan's formulas for them: weights, gradients and moments in the
 dtype that the project keeps them in, activations of layers through the modules, logits all at once or in chunks.
 No formula was fitted to the rows. Two choices were made after a look at them: 16-bit logits for the QLoRA rows, and
-that with checkpointing a layer is computed again only once the logits are gone. What torchtune calls "peak memory
-active" counts tensors; the figures of Qwen's README are those of the GPU, so that the context of CUDA is added.
+that with checkpointing a layer is computed again only once the logits are gone. Torchtune's "peak memory
+active" counts tensors; the figures of Qwen's README are of the whole GPU, so that the context of CUDA is added.
 
 Writes benchmarks/results/published_peaks.json and prints a table.
 """
@@ -39,7 +39,7 @@ BF16 = Arithmetic(wide=2, low=2, device="cuda", written_out=False, chunked=False
 
 
 def qwen(hidden: int, layers: int, heads: int, intermediate: int, vocabulary: int) -> Shape:
-    """Return the shape of a Qwen (1); its feed-forward halves are half as wide as its config.json says."""
+    """Return the shape of a Qwen (1); its feed-forward halves are half as wide as in its config.json."""
     return Shape(
         family="qwen",
         hidden=hidden,
@@ -90,7 +90,7 @@ class Peak:
     offloaded: bool = False
     chunked: bool = False
     moments: float = 4.0
-    """Bytes of both moments of a parameter on the GPU, where all are trained."""
+    """Bytes of both moments of a parameter on the GPU, if all are trained."""
     fused: bool = False
     """Whether the optimizer steps within the backward pass, so that one gradient is there at a time."""
     logits: float | None = None
@@ -127,7 +127,7 @@ def torchtune() -> list[Peak]:
     large = {"project": "torchtune", "source": TORCHTUNE, "shape": LLAMA_8B, "rows": 2, "length": 2048, "chunked": True}
     small = {"project": "torchtune", "source": TORCHTUNE, "shape": LLAMA_3B, "rows": 2, "length": 4096}
     compiled = (
-        "torch.compile recomputes what is between products and keeps fewer activations; the plan knows no compiler"
+        "torch.compile recomputes the values between products and keeps fewer activations; the plan knows no compiler"
     )
     lora = {"rank": 8, "targets": TARGETS}
     rows: list[dict[str, Any]] = [
@@ -163,7 +163,7 @@ def torchtune() -> list[Peak]:
             "fused": True,
             "offloaded": True,
             "moments": 2.0,
-            "why": "in bitsandbytes embeddings have 32-bit moments; the README does not say what torchtune does",
+            "why": "in bitsandbytes embeddings have 32-bit moments; the README does not mention torchtune's",
         },
         small | {"name": "Llama 3.2 3B LoRA", "published": 8.5, "chunked": True, "offloaded": True, **lora, "rank": 64},
         small
@@ -199,7 +199,7 @@ def profiled() -> list[Peak]:
                     adapter=4.0,
                     logits=None if method == "LoRA" else 6.0,  # its script runs in fp16 without autocast
                     context=True,
-                    why="the GPU's figure also has what the allocator keeps beside the tensors, and GPTQ's own copies",
+                    why="the GPU's figure also has the memory that the allocator keeps, and GPTQ's own copies",
                 )
             )
     return peaks
