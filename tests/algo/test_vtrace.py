@@ -14,7 +14,7 @@ SETTINGS = {"gamma": 1.0, "gae_lambda": 1.0, "rho_cap": 1.0, "trace_cap": 1.0}
 
 
 def test_two_tokens_by_hand() -> None:
-    """Ratios 2 and 1/2, both capped at 1 where above it.
+    """Ratios 2 and 1/2, both capped at 1.
 
     t=2: δ = 3 - 1 = 2, ρ = 1/2: v = 1 + 1 = 2, A = 1.      t=1: δ = 0 + 1 - 2 = -1, ρ = c = 1:
     v = 2 - 1 + (2 - 1) = 2, A = -1 + 1 = 0.

@@ -234,7 +234,7 @@ def test_costs_add_and_are_read_back() -> None:
 
 
 def test_judging_uses_the_same_random_numbers_for_every_arm(tmp_path: Path) -> None:
-    """An arm that has learned nothing writes what the start model writes, prompt by prompt, and gains nothing."""
+    """An arm that has learned nothing writes the start model's answers, prompt by prompt, and gains nothing."""
     still = {"policy": {"lr": 1e-30}}
     tree = compare_tree(tmp_path, arms={**ONLY_PPO, "ppo": still}, budget={"completions": 16}, evaluations=1)
     assert compared(tree)

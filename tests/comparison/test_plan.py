@@ -1,4 +1,4 @@
-"""A comparison's cells: budgets become lengths, arms differ only where they say, mistakes are named at once."""
+"""A comparison's cells: budgets become lengths, arms differ only in their own settings, mistakes are named at once."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_the_lab_comparisons_are_valid(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_arm_of_the_ablation_changes_one_thing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A setting, or the same one of policy and critic, or the two sides of the clip, or what belongs to the KL."""
+    """A setting, or the same one of policy and critic, or the two sides of the clip, or the settings of the KL."""
     plan = plan_of_the_lab("ablate_ppo.yaml", monkeypatch)
     changed: dict[str, set[str]] = {}
     for arm in plan.config.arms:

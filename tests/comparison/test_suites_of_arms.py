@@ -139,7 +139,7 @@ def test_a_finished_comparison_measures_nothing_again(folder: Path, capsys: pyte
 
 
 def files_of(folder: Path) -> dict[str, int]:
-    """Everything that a comparison wrote for its cells, with the time at which it did."""
+    """Everything that a comparison wrote for its cells, with the time of writing."""
     files = [path for path in folder.glob("*/*/**/*") if path.is_file()]
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in files}
 

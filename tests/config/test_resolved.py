@@ -1,4 +1,4 @@
-"""What every preset and every shipped file stands for, setting by setting: resolved.json has it, and nothing moves it.
+"""Every preset and every shipped file, setting by setting: resolved.json has them, and nothing moves them.
 
 A setting that is changed on purpose is written again: `python tests/config/test_resolved.py`, with the tests' folder
 and the checkout on the path.
@@ -34,7 +34,7 @@ NEEDED: dict[str, Any] = {
 
 
 def of_preset(name: str) -> dict[str, Any]:
-    """What a run with this preset and nothing else is made of, in the order of its keys."""
+    """The settings of a run with this preset and nothing else, in the order of its keys."""
     given = merge(TREE, {"algorithm": {"preset": name}, **NEEDED.get(name, {})})
     return dump(train_config(merge(TREE, given)))
 

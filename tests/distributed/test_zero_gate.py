@@ -1,7 +1,7 @@
 """The part of the distributed tests that every run of the suite has: one launch of two processes makes all the runs.
 
-Each test reads what one of them has left. Two steps a run; the whole table is in test_same_run_sharded.py, and slow:
-here PPO runs in each of these modes, and a reward model, as an offline trainer, in the one that shares out most. Two
+Each test reads the results of one of them. Two steps a run; the whole table is in test_same_run_sharded.py, and slow:
+here PPO runs in each of these modes, and a reward model, as an offline trainer, in the mode that shares out most. Two
 pairs of runs here are slow too, of tied embeddings and of bfloat16.
 """
 
@@ -26,9 +26,9 @@ from rlhf.tracking.checkpoint import find_damage
 
 CELLS = [("ppo", "ddp"), ("ppo", "zero2"), ("ppo", "zero3"), ("rm", "zero3")]
 BRIEF = {"schedule": {"steps": 2}, "checkpoint": {"every": 1, "keep": 9}, "eval": {"every": 0}}
-# The table has runs that evaluate; two steps of PPO ask the models and sample as an evaluation does.
+# The table has runs that evaluate; two steps of PPO ask the models and sample like an evaluation.
 UNEVALUATED: dict[str, Tree] = {"ppo": {"data": {"eval_prompts": None}, "batch": {"epochs": 1}}}
-LIGHT = {"batch": {"epochs": 1, "minibatches": 1}}  # where two such are compared
+LIGHT = {"batch": {"epochs": 1, "minibatches": 1}}  # if two such are compared
 BF16 = {"policy": {"dtype": "bfloat16"}, **LIGHT}
 ALONE = ("ppo", "rm")  # run by one process too
 

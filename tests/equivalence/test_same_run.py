@@ -40,7 +40,7 @@ PASSES = dict.fromkeys(PRESETS, RAGGED) | dict.fromkeys(("ppo", "online_dpo"), (
 
 
 def exact(folder: Path, preset: str) -> dict[str, Any]:
-    """A run in float64 whose final weights are all that is looked at."""
+    """A run in float64; only its final weights are compared."""
     make_model(folder / "model", dtype=torch.float64)
     tree = merge(merge(ppo_tree(folder), EXACT), UNEVALUATED)
     tree["algorithm"] = {"preset": preset}
@@ -155,7 +155,7 @@ RESUMABLE: dict[str, dict[str, Any]] = {
 }
 
 
-# What a run takes up again differs in kind; `ppo_penalty` continues in training/test_seeds.py too.
+# The state that a run takes up again differs in kind; `ppo_penalty` continues in training/test_seeds.py too.
 TAKEN_UP = (
     "ppo",
     "warm, averaged, early stop",

@@ -1,4 +1,4 @@
-"""Where the preference losses end on the preferences of a whole population, every pair of completions weighed."""
+"""The optima of the preference losses on the preferences of a whole population, every pair of completions weighed."""
 
 from __future__ import annotations
 
