@@ -1,4 +1,4 @@
-"""Which way imports point, and who may import what; the rows themselves are in pyproject.toml, for import-linter."""
+"""The direction of imports, and their limits; the rows themselves are in pyproject.toml, for import-linter."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def imports(nodes: Iterable[ast.AST], module: str, *, package: bool = False) -> 
 
 
 def called(node: ast.Call) -> str:
-    """The last name of what is called."""
+    """The last name of the called function."""
     match node.func:
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return name
@@ -99,7 +99,7 @@ MODULES = modules()
 
 @cache
 def imported() -> dict[str, set[str]]:
-    """What every module imports."""
+    """The imports of every module."""
     packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     return {name: set(imports(nodes_of(path), name, package=name in packages)) for name, path in MODULES.items()}
 
@@ -221,10 +221,10 @@ def passes_on(handler: ast.ExceptHandler) -> bool:
 
 
 def test_errors_are_caught_by_name() -> None:
-    """But a handler that passes on what it caught (to tell other processes first) may catch anything.
+    """But a handler that passes on its error (to tell other processes first) may catch anything.
 
     So may those around the calls of a tracker and of the hub: their HTTP clients have no class of errors in common. So
-    may those around an environment and a tool: what they raise is an answer, counted and told. A child that grades
+    may those around an environment and a tool: their error is an answer, counted and told. A child that grades
     answers with any error of a grader; reading pushed weights, which a server that fails half way answers for. The
     thread of a transfer hands any error of vLLM's over to the one that waits.
     """

@@ -78,7 +78,7 @@ def test_sizes_of_the_curve(total: int, sizes: list[int]) -> None:
 
 def test_the_score_at_a_kl_is_read_between_evaluations() -> None:
     points = [(0.0, 1.0), (2.0, 3.0), (1.0, 9.0), (4.0, 5.0)]
-    assert score_at_kl(points, 1.0) == pytest.approx(2.0)  # at its first place, not the later 9
+    assert score_at_kl(points, 1.0) == pytest.approx(2.0)  # at its first crossing, not the later 9
     assert score_at_kl(points, 2.0) == pytest.approx(3.0)
     assert score_at_kl(points, 3.0) == pytest.approx(9.0 - 4.0 * 2 / 3)
     assert score_at_kl(points, 4.5) is None

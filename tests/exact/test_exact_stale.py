@@ -27,7 +27,7 @@ REFERENCE = WORLD.sequence_logprobs(PROBLEM.reference)
 BETA = 0.3
 COEFS = Coefs(kl=BETA, penalty=0.0)
 UNCAPPED = 1e9
-MODELS = Models(  # only shapes matter here: the numbers come from tables
+MODELS = Models(  # only which models exist matters here: the numbers come from tables
     policy=tiny(),
     temperature=1.0,
     dtype="float64",

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Recording(Engine):
-    """An engine that reads every weight whole, as that of one process would."""
+    """An engine that reads every weight whole, like the engine of one process."""
 
     def partition(self, module: torch.nn.Module, read: object) -> None:
         assert callable(read)

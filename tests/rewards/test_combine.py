@@ -137,7 +137,7 @@ def sometimes(completions: list[str]) -> list[Any]:
 
 
 def broken(completions: list[str]) -> list[Any]:
-    """None where it does not apply, infinity where it breaks."""
+    """None if it does not apply, infinity if it breaks."""
     return [None, None, None, math.inf]
 
 

@@ -72,7 +72,7 @@ def test_sums_start_before_the_pass_has_reached_the_first_layers() -> None:
     model.backward(model.module(), last=False)
     assert ranks.log == []
     model.backward(model.module(ranks.log), last=True)
-    # From the last to the first: `unused` never arrives, so that what follows waits for the end.
+    # From the last to the first: `unused` never arrives, so that the rest waits for the end.
     assert ranks.log == ["first is reached", "start [4]", "start [2]", "start [3]", "wait", "wait", "wait"]
     for ours, theirs in zip(gradients(model), gradients(alone), strict=True):
         assert (ours is None) == (theirs is None)

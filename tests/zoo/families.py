@@ -1,4 +1,4 @@
-"""The zoo's table: model families as they are published, and what is expected of each.
+"""The zoo's table: model families in their published form, and the expectations of each.
 
 A row has the configuration that decides how the family computes (at two or three layers and a width of a few dozen),
 the special tokens, the way of adding BOS, the tokens that end generation, the chat template, and which fast ways are
@@ -69,10 +69,10 @@ class Family:
     template: str | None = None
     reduced: bool = False
     chat: str = ""  # CONVERSATION as the template writes it, ready for an answer
-    turn_end: str = ""  # what ends an assistant's turn, where it is a token
-    prefix: str = ""  # what stands before every plain text
+    turn_end: str = ""  # the end of an assistant's turn, if it is a token
+    prefix: str = ""  # the tokens before every plain text
     fast: FastWays = FastWays()
-    notes: str = ""  # what is special about it, for the page
+    notes: str = ""  # its special points, for the page
 
 
 SMALL: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The models of configs/recipes by their published shapes, made without memory, and what training them needs of it.
+"""The models of configs/recipes by their published shapes, made without memory, and the memory of their training.
 
 The shapes are those of each model's config.json on the hub, and so are the numbers of parameters that follow.
 """
