@@ -3,7 +3,7 @@
     python benchmarks/adapter_memory.py models/smollm2-135m-instruct
 
 Each run is a process of its own with two steps of a few short completions, so that weights, gradients, moments and the
-sampler's copy are most of what it holds. The runs take turns. A run's peak is the largest of its phases' resident
+sampler's copy are most of its memory. The runs take turns. A run's peak is the largest of its phases' resident
 memory, above what the process holds after its imports. glibc returns every freed tensor to the system at once
 (RETURNED): otherwise memory freed by loading and quantizing stays resident, more of it in one arm than in another. The
 bytes of weights and moments are counted, each storage once, and compared with the formula.

@@ -126,7 +126,7 @@ def processes(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the parts that are processes of their own, which the pretend GPU can run too."""
     decoding = [sys.executable, str(ROOT / "benchmarks" / "recorded_decoding.py")]
     correctness = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "tests/gpu"]
-    if options.pretend:  # at toy size, whatever the shape
+    if options.pretend:  # at toy size, for any shape
         return {
             "correctness": correctness,
             "decoding": [*decoding, "--pretend"],

@@ -61,7 +61,7 @@ class Proxy:
 
 
 def reward_models(settings: argparse.Namespace) -> list[Proxy]:
-    """Return every reward model to train: single ones once, whatever the backbones."""
+    """Return every reward model to train: single ones once, for all kinds of backbones."""
     return [
         Proxy(pairs, members, backbone if members > 1 else "shared")
         for pairs, members in product(settings.pairs, settings.members)

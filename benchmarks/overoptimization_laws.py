@@ -28,7 +28,7 @@ class Coefficient:
 
 @dataclass(frozen=True)
 class LawFit:
-    """A fitted law: its coefficients, where it peaks and how high, and the root mean square of its residuals.
+    """A fitted law: its coefficients, the place and height of its peak, and the root mean square of its residuals.
 
     `peak_kl` is None if the law has no peak: β is not above 0, or the score only falls.
     """

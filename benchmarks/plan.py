@@ -3,7 +3,7 @@
     python benchmarks/plan.py [--only NAME ...] [--out FILE]
 
 A model of random weights and rows of full length are written to a temporary folder, and two steps are run in a process
-of their own, forked from one that has the libraries imported. `allocated` counts what the process has allocated and not
+of their own, forked from one that has the libraries imported. `allocated` counts bytes of the process that are not yet
 freed, at its peak (benchmarks/heap.c, compiled by cc), like torch on a GPU. `resident` is the rise of VmHWM;
 it holds freed memory that the allocator keeps besides (run.keep_memory). Linux with glibc only. The cases in FITTED
 were looked at while the formulas were written; those in CASES were not, and only they count.

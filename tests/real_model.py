@@ -48,7 +48,7 @@ def without_vocabulary(content: bytes) -> bytes:
         if content[start + 8 : name_ends] not in VOCABULARY:
             kept.append(content[start:at])
     names_begin = at
-    for _ in range(tensors):  # a name, its dimensions, a type and an offset from where the tensors begin
+    for _ in range(tensors):  # a name, its dimensions, a type and an offset from the start of the tensors
         at = _end_of_value(content, at, TEXT)
         at += 4 + 8 * struct.unpack_from("<I", content, at)[0] + 4 + 8
     header = struct.pack("<4sIQQ", magic, version, tensors, len(kept)) + b"".join(kept) + content[names_begin:at]

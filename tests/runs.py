@@ -111,7 +111,7 @@ def pairs_file(folder: Path, *, count: int = 120, seed: int = 0) -> Path:
 
 
 def labelled_file(folder: Path, *, count: int = 160, seed: int = 0) -> Path:
-    """Single random completions, desirable where `count_good` is above 0; completions of 0 are left out."""
+    """Single random completions, desirable if `count_good` is above 0; completions of 0 are left out."""
     rows = [
         {"prompt": prompt, "completion": completion, "label": gold > 0}
         for prompt, completion in written(2 * seed, count)

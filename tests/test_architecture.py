@@ -15,7 +15,7 @@ from sources import PRODUCT, ROOT, nodes_in, nodes_of
 
 LINTER = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
 
-# Who may import these; nobody else. The upper half of rlhf meets a reward model as a RewardSource only.
+# The modules that may import these; no others. The upper half of rlhf meets a reward model as a RewardSource only.
 IMPORTERS = {
     "reward_model": {"rlhf.factory", "rlhf.lab.build", "rlhf.cli", "reward_model"},
     "transformers": {
@@ -146,7 +146,7 @@ def test_both_packages_are_read() -> None:
 def test_every_module_has_a_row() -> None:
     named = rows()
     homeless = {name for name in MODULES if not inside(name, named)}
-    # The two roofs stand above and below the rows at once: one names what it exports (importing it on use), no more.
+    # The two roofs stand above and below the rows at once: one names its exports (importing them on use), no more.
     assert homeless <= {"rlhf", "rlhf.lab"}, "give these a row in pyproject.toml's [tool.importlinter]"
     exported = {name for name in imported()["rlhf"] if name.startswith(("rlhf.api", "rlhf.exact"))}
     light = {"__future__.annotations", "importlib", "typing.TYPE_CHECKING", "typing.Any"}

@@ -419,7 +419,7 @@ def test_ours_beside_the_plain_way(
 
 
 def test_overoptimization_of_made_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy that is the gold has nothing to over-optimize; one that prizes what the gold hates has something."""
+    """A proxy that is the gold has nothing to over-optimize; one that prizes texts hated by the gold has something."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("overoptimization")
     monkeypatch.setattr("overoptimization_laws.RESAMPLES", 100)

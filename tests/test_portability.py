@@ -130,7 +130,7 @@ def imports() -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def loaded(imports: subprocess.CompletedProcess[str]) -> list[set[str]]:
-    """The modules loaded once the mathematics is imported, once a run's needs are, and once the commands are."""
+    """The modules loaded once the mathematics is imported, once a run's needs are, and once all commands are loaded."""
     assert imports.stdout, imports.stderr
     return [set(line.split()) for line in imports.stdout.splitlines()[:3]]
 
@@ -171,7 +171,7 @@ def test_every_module_can_be_imported_without_what_windows_lacks(imports: subpro
 
 
 def posix_only(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names in a file that only POSIX has, and the imports of modules that only POSIX has."""
+    """Yield the names in a file that exist on POSIX only, and its imports of POSIX's own modules."""
     own = {f"{module}.{name}" for module, names in NAMES.items() for name in names.split()}
     last = {name.rpartition(".")[2] for name in own}
     for node in nodes:

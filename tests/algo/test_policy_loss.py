@@ -1,4 +1,4 @@
-"""The surrogates: values by hand, where the gradient stops, and how tokens are weighted."""
+"""The surrogates: values by hand, points at which the gradient stops, and weights of tokens."""
 
 from __future__ import annotations
 

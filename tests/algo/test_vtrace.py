@@ -48,7 +48,7 @@ def test_on_policy_it_is_gae(gae_lambda: float) -> None:
 
 
 def test_without_caps_the_targets_are_the_values_of_the_policy() -> None:
-    """E_mu[v_1] = V_pi of the start, whatever the critic says, by enumeration (Espeholt et al. 2018, sec. 4.1)."""
+    """E_mu[v_1] = V_pi of the start, for any critic, by enumeration (Espeholt et al. 2018, sec. 4.1)."""
     world = enumerate_world(prompts=1)
     policy, behavior = random_table(world, 1), random_table(world, 2)
     scores, rows = random_scores(world, 3), world.all_rows()

@@ -191,7 +191,7 @@ def test_an_interrupted_comparison_continues_to_the_same_end(
     def interrupted(self: CostTracker, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
         spend(self, step, metrics, tokens=tokens, seconds=seconds)
         if step == 3 and killed:
-            raise KeyboardInterrupt  # the newest checkpoint is then that of step 2
+            raise KeyboardInterrupt  # the newest checkpoint is then of step 2
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 

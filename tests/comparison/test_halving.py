@@ -1,4 +1,4 @@
-"""Successive halving by hand: sizes, shares, who goes on and who wins; and the draws of the trials."""
+"""Successive halving by hand: sizes, shares, survivors and the winner; and the draws of the trials."""
 
 from __future__ import annotations
 

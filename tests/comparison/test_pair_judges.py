@@ -104,7 +104,7 @@ def test_a_judge_with_a_position_bias_shows(judge_file: Path, tokenizer: PreTrai
 
 
 def test_scores_decide(judge_file: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A source of scores sees the prompt and the answer as text, whatever the lengths."""
+    """A source of scores sees the prompt and the answer as text, at any length."""
     seen: list[tuple[list[str], list[str]]] = []
 
     def source(completions: Completions) -> Scores:

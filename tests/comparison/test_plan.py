@@ -256,7 +256,7 @@ def test_an_empty_section_of_a_comparison_sets_nothing(tmp_path: Path) -> None:
 
 
 def test_the_settings_of_the_last_arm_are_checked_too(tmp_path: Path) -> None:
-    """With two seeds as with one: the cells that are looked at are those of every arm."""
+    """With two seeds as with one: the cells of every arm are looked at."""
     tree = compare_tree(tmp_path)
     tree["arms"] = {"ppo": tree["arms"]["ppo"], "grpo": {**tree["arms"]["grpo"], "guard": {"on_alarm": "stop"}}}
     with pytest.raises(ConfigError, match=r"arms.grpo: an alarm that stops a run"):

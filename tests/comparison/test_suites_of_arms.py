@@ -235,7 +235,7 @@ def test_a_figure_that_does_not_exist_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_task_of_lm_eval_judges_the_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name has a colon, which no other suite's has; the task itself is run by a stand-in for the extra."""
+    """Only its name has a colon; the task itself is run by a stand-in for the extra."""
     asked: list[tuple[str, int | None]] = []
 
     def run_task(suite: HarnessSuite, subject: Subject, task: str) -> SuiteResult:

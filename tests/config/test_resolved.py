@@ -47,7 +47,7 @@ def of_file(file: str) -> dict[str, Any]:
 
 
 def text_of(settings: dict[str, Any]) -> str:
-    return json.dumps(settings, indent=1)  # the order of keys is part of what `rlhf config` prints
+    return json.dumps(settings, indent=1)  # the order of keys is part of the output of `rlhf config`
 
 
 def test_a_preset_is_what_it_was() -> None:

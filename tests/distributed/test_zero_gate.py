@@ -163,7 +163,7 @@ def test_matrices_gathered_in_bfloat16_change_nothing_in_a_bfloat16_run(pairs_of
 
 
 def test_each_process_writes_its_part_of_a_checkpoint(runs: Path) -> None:
-    """Both parts hold about half of all numbers; no tensor is in both; the index of the model knows where each is."""
+    """Both parts hold about half of all numbers; no tensor is in both; the index of the model has the place of each."""
     newest = max((runs / "zero3" / "ppo" / "checkpoints").glob("step-*"))
     for pattern in ("model/model-*.safetensors", "critic/model-*.safetensors", "optimizer-*.safetensors"):
         parts = [contents(path) for path in sorted(newest.glob(pattern))]
@@ -178,7 +178,7 @@ def test_each_process_writes_its_part_of_a_checkpoint(runs: Path) -> None:
 
 
 def contents(path: Path) -> dict[str, int]:
-    """How many numbers each tensor of the file has."""
+    """The count of numbers in each tensor of the file."""
     with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
 

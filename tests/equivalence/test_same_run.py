@@ -106,7 +106,7 @@ def test_a2c_is_ppo_at_one_epoch_of_one_minibatch(tmp_path: Path) -> None:
 
 
 def test_refilling_changes_nothing_where_no_group_is_uniform(tmp_path: Path) -> None:
-    """With 16 completions of a fresh model no group is."""
+    """With 16 completions of a fresh model no group is uniform."""
     final_weights = []
     for rounds in (0, 3):
         tree = merge(exact(tmp_path, "dapo"), {"sampling": {"completions_per_prompt": 16}, "schedule": {"steps": 1}})

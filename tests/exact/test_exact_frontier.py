@@ -163,7 +163,7 @@ def test_offline_arms_are_on_or_below_the_frontier_and_dpo_is_on_it(preset: str)
 
 
 def test_the_curve_is_the_frontier() -> None:
-    """Against the world's own bisection; from the reference it rises, concave, to the best there is."""
+    """Against the world's own bisection; from the reference it rises, concave, to the highest score."""
     points = exact_frontier(REFERENCE, PROBLEM.scores)
     assert points[0] == (0.0, pytest.approx(START))
     for nats, score in points[1:]:

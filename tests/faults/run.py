@@ -4,8 +4,8 @@
     python tests/faults/run.py --kills 5 --algorithm grpo           # or dpo
     python tests/faults/run.py --kills 20 --processes 1             # no launcher
 
-A small run (a two-layer model, seconds) is made once without interruption and once with kills. Which process is killed,
-and when, is drawn from --seed, which is printed:
+A small run (a two-layer model, seconds) is made once without interruption and once with kills. The killed process
+and the moment are drawn from --seed, which is printed:
 
     anywhere     a uniform moment of the process's life, its start and end included
     training     a uniform moment of the first seconds after its first new line of metrics

@@ -16,7 +16,7 @@ machines: list[Any] = []  # the pretend device in whose context we are, if any
 
 
 def current() -> Any:
-    """Return the device in whose context we are."""
+    """Return the device of the present context."""
     assert machines, "outside of `with PretendDevice()`"
     return machines[0]
 

@@ -53,7 +53,7 @@ def tree_of(folder: Path, **changes: Any) -> dict[str, Any]:
 def test_an_interrupted_run_has_the_same_alarms_actions_and_best_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first_steps: list[int] = []  # from which on TensorBoard hides what an earlier attempt wrote
+    first_steps: list[int] = []  # from which on TensorBoard hides an earlier attempt's events
 
     def open_no_trackers(*_: object, first_step: int, **__: object) -> Trackers:
         first_steps.append(first_step)

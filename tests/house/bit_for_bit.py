@@ -40,7 +40,7 @@ Names = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the program: a configuration, the settings over those of its file, and how it is started."""
+    """A run of the program: a configuration, the settings over its file's, and the way to start it."""
 
     name: str
     config: str
@@ -202,7 +202,7 @@ def renamed(row: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:
 
 
 def unlike(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Say which keys differ, the first few; empty if none does."""
+    """Say which keys differ, the first few; empty if all are equal."""
     keys = [key for key in sorted(set(before) | set(after)) if before.get(key, "-") != after.get(key, "-")]
     return ", ".join(f"{key}: {before.get(key, '-')} -> {after.get(key, '-')}" for key in keys[:3])
 

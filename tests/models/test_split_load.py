@@ -1,4 +1,4 @@
-"""Which models can be loaded in parts, and why others are loaded whole; that both are the same: tests/distributed."""
+"""Models that can be loaded in parts, and the reasons against others; tests/distributed compares both ways."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def run_tests(
 
 
 def classify(code: int | None, raised: Sequence[dict[str, Any]]) -> tuple[Outcome, str]:
-    """The outcome, and by what: pytest's exit code says whether, the exceptions say how."""
+    """The outcome and its cause: pytest's exit code tells the outcome, the exceptions the cause."""
     if code is None:
         return "timed out", ""
     if code == 0:

@@ -311,7 +311,7 @@ def test_prompts_that_a_group_shares_and_that_are_longer_than_completions_are_no
         sum(i.bytes for i in plan.memory.items if (i.phase, i.kind) == ("rollout", "sampler's copy"))
         for plan in (shared, evaluated)
     ]
-    assert copies[1] == 2 * copies[0]  # that of the evaluations stays meanwhile
+    assert copies[1] == 2 * copies[0]  # the evaluations' stays meanwhile
     offline = planned("sft", GPU, data__eval_prompts={"path": "held_out.jsonl", "limit": 16})
     assert kinds_by_phase(offline, "policy", "sampler's copy") == ["update", "export"]
 

@@ -15,7 +15,7 @@ from rlhf.runtime.engine import LocalModel, sum_gradients
 
 
 class Doubling(Distributed):
-    """A rank whose partner has the same gradients; `log` has what happened, in order."""
+    """A rank whose partner has the same gradients; `log` has the events, in order."""
 
     def __init__(self) -> None:
         super().__init__(0, 2)

@@ -108,7 +108,7 @@ CASES = [
 
 @pytest.mark.parametrize("family,uses,slots,group", CASES)
 def test_the_completions_are_the_plain_samplers(family: str, uses: str, slots: int, group: int) -> None:
-    """Slots fewer than rows, than a group, and more than there are; mistral's window is of 4 tokens, phi3's of 5."""
+    """Fewer slots than rows, than a group, and more slots than rows; mistral's window is of 4 tokens, phi3's of 5."""
     model, prompts, expected = model_of(family), prompts_of(ROWS), plain_completions(family, group)
     sampler = fast_of(model, config(batch_size=slots), lean=uses == "lean")
     same(sampler.sample(prompts, key=KEY, group_size=group), expected)

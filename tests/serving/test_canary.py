@@ -111,7 +111,7 @@ def scaled_adapter(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: 2 * tensor if "lora_B" in name else tensor for name, tensor in tensors.items()}
 
 
-MISTAKES: dict[str, tuple[type[Sound], str, bool]] = {  # the server, what the error has to say, whether LoRA trains
+MISTAKES: dict[str, tuple[type[Sound], str, bool]] = {  # the server, the text of the error, whether LoRA trains
     "old head": (OldHead, "old lm_head", False),
     "one layer old": (without("layers.1."), "old layer 1", False),
     "transposed": (

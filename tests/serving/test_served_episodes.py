@@ -1,4 +1,4 @@
-"""Episodes whose actions a server draws, turn by turn: the bits of episodes in this process, whoever dies meanwhile."""
+"""Episodes whose actions a server draws, turn by turn: the bits of episodes in this process, also if servers die."""
 
 from __future__ import annotations
 

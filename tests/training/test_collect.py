@@ -115,7 +115,7 @@ def test_rounds_go_on_for_what_is_still_uniform_and_end_at_the_limit() -> None:
         ([8, 9, 10], [0, 1, 2]),
         ([11, 12], [0, 2]),
     ]
-    assert who(result) == [3, 3, 9, 9, 12, 12]  # the first is still uniform, and stays what it was
+    assert who(result) == [3, 3, 9, 9, 12, 12]  # the first is still uniform, and stays unchanged
     assert uniform_groups(result.scores.values, 2).tolist() == [True, True, False, False, False, False]
     assert result.extra == 2 * (3 + 3 + 2) - 6
     assert result.metrics["group/refilled"] == pytest.approx(2 / 3)

@@ -1,4 +1,4 @@
-"""Which sandboxes there are on this machine, and programs that try to get out of one."""
+"""The sandboxes of this machine, and programs that try to get out of one."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 A row has the configuration that decides how the family computes (at two or three layers and a width of a few dozen),
 the special tokens, the way of adding BOS, the tokens that end generation, the chat template, and which fast ways are
-on. The facts are those of the published files of the model in `like`. Windows, soft caps and rotation lengths are
+on. The facts are from the published files of the model in `like`. Windows, soft caps and rotation lengths are
 scaled down with the rest, so that leaving one out changes numbers. A template marked `reduced` leaves out tools and the
-like: it writes what the published one writes for conversations of system, user and assistant.
+like: it writes the published one's text for conversations of system, user and assistant.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class FastWays:
-    """Which fast ways are on, with an adapter or without: ON, or the reason why not, as the program gives it."""
+    """The fast ways that are on, with an adapter or without: ON, or the program's reason why not."""
 
     chunked: str = ON  # log-probabilities from a few tokens' logits at a time
     packed: str = ON  # rows without padding, shared prompts once

@@ -128,7 +128,7 @@ def test_log_probabilities_are_those_of_transformers(family: Family, folder_of: 
     assert ours.std() > 0.2, "random weights say something"
 
 
-# One of four algorithms trains each family, in turn; the rest are slow. What they do with a family is the same: they
+# One of four algorithms trains each family, in turn; the rest are slow. Their use of a family is the same: they
 # sample from it, ask it for log-probabilities and take their gradient. Besides, GRPO trains an adapter of each, or a
 # reward model, like a critic, is trained of it below.
 CASES = [

@@ -69,7 +69,7 @@ def expected_logprobs(model: PreTrainedModel) -> Tensor:
 
 
 def sampler_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, length: int) -> Sampler:
-    """Make the sampler that a run would have."""
+    """Make the sampler of a run."""
     return make_sampler(
         model,
         SamplingConfig(max_new_tokens=length),
