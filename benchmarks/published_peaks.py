@@ -127,7 +127,7 @@ def torchtune() -> list[Peak]:
     large = {"project": "torchtune", "source": TORCHTUNE, "shape": LLAMA_8B, "rows": 2, "length": 2048, "chunked": True}
     small = {"project": "torchtune", "source": TORCHTUNE, "shape": LLAMA_3B, "rows": 2, "length": 4096}
     compiled = (
-        "torch.compile recomputes the values between products and keeps fewer activations; the plan knows no compiler"
+        "torch.compile recomputes what is between products and keeps fewer activations; the plan knows no compiler"
     )
     lora = {"rank": 8, "targets": TARGETS}
     rows: list[dict[str, Any]] = [
@@ -163,7 +163,7 @@ def torchtune() -> list[Peak]:
             "fused": True,
             "offloaded": True,
             "moments": 2.0,
-            "why": "in bitsandbytes embeddings have 32-bit moments; the README does not mention torchtune's",
+            "why": "in bitsandbytes embeddings have 32-bit moments; the README does not say what torchtune does",
         },
         small | {"name": "Llama 3.2 3B LoRA", "published": 8.5, "chunked": True, "offloaded": True, **lora, "rank": 64},
         small
@@ -199,7 +199,7 @@ def profiled() -> list[Peak]:
                     adapter=4.0,
                     logits=None if method == "LoRA" else 6.0,  # its script runs in fp16 without autocast
                     context=True,
-                    why="the GPU's figure also has the memory that the allocator keeps, and GPTQ's own copies",
+                    why="the GPU's figure also has what the allocator keeps beside the tensors, and GPTQ's own copies",
                 )
             )
     return peaks

@@ -228,7 +228,7 @@ def test_without_proc_memory_is_measured_otherwise(
     measured = memory._peak_resident_mb()
     assert 10 < measured < 100_000  # MB: neither bytes nor gigabytes
     if has_resource:
-        monkeypatch.setattr(memory.sys, "platform", "darwin")  # if the unit is a byte
+        monkeypatch.setattr(memory.sys, "platform", "darwin")  # its unit is a byte
         assert memory._peak_resident_mb() == pytest.approx(measured / 1024, rel=0.01)
 
 

@@ -233,7 +233,7 @@ def test_bands_and_marks_by_hand(typed: ComparisonResults) -> None:
     gaming = replace(typed, evaluations=tuple(rows), budget=budget, prompts=100, arms={"a": arm})
     assert reward_hacking_points(gaming, "a") == [(3.0, 1.0)]  # 1.9 is within two standard errors (0.2) of 2.0
     of_three = replace(gaming, arms={"a": replace(arm, eval_prompts=3)})
-    assert reward_hacking_points(of_three, "a") == []  # and 1.0 within two of three prompts (1.15)
+    assert reward_hacking_points(of_three, "a") == []  # and 1.0 within two of three prompts' (1.15)
     drawn = styles([f"a{i}" for i in range(9)])
     assert drawn["a0"].role == drawn["a8"].role == "s1"
     assert drawn["a0"].dash != drawn["a8"].dash

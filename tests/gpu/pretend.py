@@ -6,7 +6,7 @@
 
 Inside, torch.cuda says that there is one device. A tensor on it is a `DeviceTensor`, whose numbers are an ordinary CPU
 tensor, so that every result can be compared with the CPU's. Refusals and hidden work of a real device
-are counted apart:
+are kept apart:
 
 - operations over both devices, draws from a CPU generator, waits while a graph is captured: a problem, and an error
 - the host waits for the device (item, bool, nonzero, a mask as an index, a copy to the host): counted by place

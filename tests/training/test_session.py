@@ -109,7 +109,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupt_twice()
     with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)  # the handlers are unchanged
+        os.kill(os.getpid(), signal.SIGINT)  # the handlers are restored
 
 
 def test_a_finished_run_does_nothing(tmp_path: Path) -> None:
