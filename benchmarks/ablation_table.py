@@ -3,8 +3,8 @@
     rlhf compare configs/lab/ablate_ppo.yaml
     python benchmarks/ablation_table.py runs/ablate-ppo [--against ppo] [--out benchmarks/results/ablate_ppo.json]
 
-Differences are paired by seed and prompt; intervals resample both. An arm is compared on the seeds that it and the
-other have. Writes JSON and prints the rows of a Markdown table.
+Differences are paired by seed and prompt; intervals resample both. Two arms are compared on their
+common seeds. Writes JSON and prints the rows of a Markdown table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Judged:
 
 
 def read_cell(folder: Path) -> Judged | None:
-    """Read a cell's judgment and what its training took; None if it has not been judged."""
+    """Read a cell's judgment and its training's cost; None if it has not been judged."""
     file = folder / "judged.json"
     if not file.is_file():
         return None

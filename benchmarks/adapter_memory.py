@@ -3,9 +3,9 @@
     python benchmarks/adapter_memory.py models/smollm2-135m-instruct
 
 Each run is a process of its own with two steps of a few short completions, so that weights, gradients, moments and the
-sampler's copy are most of what it holds. The runs take turns. A run's peak is the largest of its phases' resident
+sampler's copy are most of its memory. The runs take turns. A run's peak is the largest of its phases' resident
 memory, above what the process holds after its imports. glibc returns every freed tensor to the system at once
-(RETURNED): otherwise what loading and quantizing have freed stays resident, more of it in one arm than in another. The
+(RETURNED): otherwise memory freed by loading and quantizing stays resident, more of it in one arm than in another. The
 bytes of weights and moments are counted, each storage once, and compared with the formula.
 """
 
@@ -116,7 +116,7 @@ def formula(policy: Any, *, roles: int, trained: int, is_full: bool) -> float:
 
 
 def work(file: Path) -> None:
-    """Run the configuration in `file` and print what it held."""
+    """Run the configuration in `file` and print its memory."""
     import bitsandbytes  # noqa: F401 - part of what every run imports
     import peft  # noqa: F401 - the same
     import torch
@@ -149,7 +149,7 @@ def work(file: Path) -> None:
 
 
 def measure(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run an arm in a process of its own and return what it held."""
+    """Run an arm in a process of its own and return its memory."""
     file = folder / "run.json"
     file.write_text(json.dumps(tree), encoding="utf-8")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The tasks of benchmarks/agents_learn.py: an environment, what a run reads and writes in it, and play to imitate.
+"""The tasks of benchmarks/agents_learn.py: an environment, a run's input and output in it, and play to imitate.
 
 The play to imitate has the form of the task and is poor at it: most of it is random, wrong, or stops halfway.
 """
@@ -68,12 +68,12 @@ class Task:
 
 
 def guess(read: list[str], row: Mapping[str, Any], draw: random.Random) -> str:
-    """Choose any number, whatever the answers are."""
+    """Choose any number, without regard to the answers."""
     return str(draw.randint(1, SEVEN["highest"]))
 
 
 def sum_of(number: int) -> dict[str, Any]:
-    """Return the row of a sum of two steps; sums whose number is held out are no others' sums."""
+    """Return the row of a sum of two steps; no other row has a sum that is held out."""
     draw = random.Random(number)
     while True:
         a, b, c = (draw.randint(2, 9) for _ in range(3))
@@ -113,7 +113,7 @@ class Mental:
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Compare the last number of the text, as the class of tools does."""
+        """Compare the last number of the text, like the class of tools."""
         numbers = re.findall(r"-?\d+", action)
         return "", float(bool(numbers) and int(numbers[-1]) == self.answer), True, False, {}
 

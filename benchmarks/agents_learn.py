@@ -39,12 +39,12 @@ from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.run_folder import RunFolder
 
 RESULTS = Path(__file__).parent / "results" / "agents_learn.json"
-PAD, END, READ = "<pad>", "<end>", "<read>"  # READ ends what the policy reads
+PAD, END, READ = "<pad>", "<end>", "<read>"  # READ ends a text for the policy to read
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{{ '<end>' if message['role'] == 'assistant' else '<read>' }}{% endfor %}"
 )
-RARE = 25  # a phrase of fewer texts than one in 25 is no token
+RARE = 25  # a phrase in fewer than one of 25 texts is no token
 HELD_OUT_EPISODES = 512
 CURVE_STEPS = 10  # of training, whose mean return is a point of the curve
 T_OF_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t for an interval of 95 %, by the number of seeds
@@ -204,7 +204,7 @@ def interval(values: Sequence[float]) -> str:
 
 
 def table(cells: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write what the models of each task came to over its seeds; a dash for a model that some of them lack."""
+    """Write the models' results in each task over its seeds; a dash for a model that some of them lack."""
     lines = [HEAD]
     for name in TASKS:
         seeds = [cells[key] for key in sorted(cells) if key.startswith(f"{name}/") and "ppo" in cells[key]]
@@ -216,12 +216,12 @@ def table(cells: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run what is missing, write the JSON file and print the table."""
+    """Run the missing parts, write the JSON file and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--work", type=Path, default=Path("runs/agents-learn"), help="where the runs go")
+    parser.add_argument("--work", type=Path, default=Path("runs/agents-learn"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,11 +1,11 @@
-"""Measure what alarms, and stopping early, are worth against over-optimization in the lab.
+"""Measure the worth of alarms, and of stopping early, against over-optimization in the lab.
 
     python benchmarks/overoptimization.py --stage rm ppo ...          makes the runs
     python benchmarks/alarm_roc.py "runs/overoptimization/ppo-*"
 
 Reads metrics.jsonl of finished runs that were judged by the gold at every evaluation. The gold has fallen at an
 evaluation if it is more than a fifth of its standard deviation over prompts below its best so far. For every alarm:
-the area under the ROC curve of what it reads at that step (over all evaluations of all runs; 0.5 is chance), its rates
+the area under the ROC curve of its reading at that step (over all evaluations of all runs; 0.5 is chance), its rates
 at its own limit, and in which runs it went off. Stopping early: the gold at the evaluation that the other seeds would
 have chosen, less the gold at the end. Intervals are bootstraps over runs. Writes alarm_roc.json.
 """
@@ -40,7 +40,7 @@ Metrics = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Points:
-    """What an alarm read at the evaluations of one run: how far beyond its limit, and whether the gold had fallen."""
+    """An alarm's readings at the evaluations of one run: how far beyond its limit, and whether the gold had fallen."""
 
     excess: list[float]
     is_bad: list[bool]
@@ -55,7 +55,7 @@ def excess(reading: Reading) -> float:
 
 
 def falls(metrics: Metrics) -> list[bool | None]:
-    """Return for every line whether the gold is well below its best so far; None where it was not judged."""
+    """Return for every line whether the gold is well below its best so far; None if it was not judged."""
     best, fallen = -np.inf, []
     for row in metrics:
         score = row.get("eval/score")
@@ -71,7 +71,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 def points_of(alarm: Alarm, metrics: Metrics) -> Points:
-    """Return what an alarm read last at every evaluation of a run, from its metrics."""
+    """Return the last reading of an alarm at every evaluation of a run, from its metrics."""
     history, latest, points = History(), None, Points([], [], [])
     for row, fallen in zip(metrics, falls(metrics), strict=True):
         history.add(numbers(row))
@@ -93,7 +93,7 @@ def first_firing(alarm: Alarm, metrics: Metrics) -> int | None:
 
 
 def area(runs: Sequence[Points]) -> float | None:
-    """Compute the area under the ROC curve of the pooled points; None where the gold always or never fell."""
+    """Compute the area under the ROC curve of the pooled points; None if the gold always or never fell."""
     labels = [label for run in runs for label in run.has_fallen]
     return float(roc_auc_score(labels, [x for run in runs for x in run.excess])) if len(set(labels)) == 2 else None
 
@@ -148,7 +148,7 @@ def first_fall(metrics: Metrics) -> int | None:
 
 
 def stopping_gains(golds: Floats) -> Floats:
-    """Compute what stopping early gains in each run: the gold where the mean of the other runs peaks, less the last.
+    """Compute the gain of stopping early in each run: the gold where the mean of the other runs peaks, less the last.
 
     Args:
         golds: the gold at every evaluation of runs that differ in their seed, [S, M], S > 1.

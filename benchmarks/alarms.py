@@ -2,7 +2,7 @@
 
     python benchmarks/alarms.py [--out benchmarks/results/alarms.json]
 
-The world is that of the tests: a random Llama of two layers over ten words, prompts of one to four of them, and a
+The world is the tests' world: a random Llama of two layers over ten words, prompts of one to four of them, and a
 reward that counts words. A run takes seconds. Every failure is a mistake that people make; those that a configuration
 refuses are made behind its back.
 """
@@ -84,7 +84,7 @@ def likes_red(completions: list[str]) -> list[float]:
 
 @dataclass(frozen=True)
 class Case:
-    """A run: its settings over those of a healthy one, what is done behind the configuration's back, and the alarms."""
+    """A run: its settings over a healthy one's, the changes behind the configuration's back, and the alarms."""
 
     settings: Mapping[str, Any]
     expected: tuple[str, ...] = ()  # one of them has to go off; none for a healthy run
@@ -109,13 +109,13 @@ def wrong_sign(run: OnlineRun) -> OnlineRun:
 
 
 class StaleLogProbs:
-    """A sampler whose log-probabilities are those of the policy before any training."""
+    """A sampler with the log-probabilities of the policy before any training."""
 
     def __init__(self, run: OnlineRun) -> None:
         self.run = run
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
-        """Sample with the policy, and report what the reference would have said."""
+        """Sample with the policy, and report the reference's log-probabilities."""
         completions = self.run.sampler.sample(prompts, key=key, group_size=group_size, greedy=greedy)
         stale = self.run.models.reference_logprobs(completions)
         return replace(completions, sampler_logprobs=stale.to(completions.sampler_logprobs))
@@ -246,7 +246,7 @@ def write_data(folder: Path) -> None:
 
 
 def tree_of(folder: Path, out: Path, settings: Mapping[str, Any]) -> Tree:
-    """Return the settings of a run over those that all have."""
+    """Return the settings of a run over the common ones."""
     preset = settings.get("algorithm", {}).get("preset", "ppo")
     is_online = preset not in ("dpo", "sft")
     data: Tree = {

@@ -3,7 +3,7 @@
     python benchmarks/alignment_evals.py start=models/smollm2-135m-instruct ppo=runs/ppo \\
       --suite blimp=data/blimp --suite xstest=data/xstest --limit 670 --set dtype=bfloat16
     python benchmarks/alignment_evals.py runs/compare --suite blimp=data/blimp      # the start model and every arm
-    python benchmarks/alignment_evals.py ppo=runs/alignment/ppo                     # what is there already
+    python benchmarks/alignment_evals.py ppo=runs/alignment/ppo                     # results that exist already
 
 Results are kept in RESULTS/NAME/SUITE.json, as `rlhf eval --out` writes them: an interrupted call goes on. A folder may
 also hold such files itself, or in `evals`.
@@ -32,7 +32,7 @@ FIRST = {"harmful": "refused", "xstest": "refused_safe"}  # the figure of the ta
 
 @dataclass(frozen=True)
 class Model:
-    """A row of the table: its name, its folder, and what `rlhf eval` is given to measure it (None: it has no model)."""
+    """A row of the table: its name, its folder, and the argument of `rlhf eval` that measures it (None: no model)."""
 
     name: str
     folder: Path
@@ -40,7 +40,7 @@ class Model:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, write the JSON file and print the table; return 1 if a suite could not be measured."""
+    """Measure missing results, write the JSON file and print the table; return 1 if a suite could not be measured."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument(
         "models", nargs="+", metavar="NAME=FOLDER", help="a name with a run, model or results; or a comparison's folder"
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="rows of each suite that is measured (default: all)")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the suites")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder of the results (default: {RESULTS})")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"where to write (default: {OUT.name} in results)")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"file to write (default: {OUT.name} in results)")
     parsed = parser.parse_args(arguments)
     models = [model for entry in parsed.models for model in models_of(entry)]
     limit = [] if parsed.limit is None else ["--limit", str(parsed.limit)]

@@ -4,7 +4,7 @@
     python benchmarks/best_checkpoint.py --lab runs/quickstart [--arms dr_grpo dapo] [--seeds 0 1 2] [--steps 60]
 
 The policy is trained on the reward model; a judge, the gold, chooses the best checkpoint on the lab's held-out prompts.
-Both checkpoints are then scored by the gold on 256 other held-out prompts, which chose nothing: the difference is
+Both checkpoints are then scored by the gold on 256 other held-out prompts, not used to choose: the difference is
 paired by prompt, over all seeds.
 """
 
@@ -37,7 +37,7 @@ RATES = {
 
 
 def other_prompts(folder: Path) -> Path:
-    """Write held-out prompts that are not among the lab's own, which choose the checkpoint."""
+    """Write held-out prompts that are not among the lab's own, by which the checkpoint is chosen."""
     chosen = {request.text for request in prompts(0, "eval", COUNT)}
     fresh = [request for request in prompts(1, "eval", 2 * COUNT) if request.text not in chosen][:COUNT]
     rows = [{"prompt": request.text, "topic": request.topic, "aspect": request.aspect} for request in fresh]

@@ -1,4 +1,4 @@
-"""Compare the bytes of weights, adapters and moments that a run holds with the formula of `rlhf plan`, in each mode.
+"""Compare the bytes of a run's weights, adapters and moments with the formula of `rlhf plan`, in each mode.
 
     python benchmarks/bytes_of_modes.py models/smollm2-135m-instruct
 
@@ -110,7 +110,7 @@ def counted_bytes() -> int:
 
 
 def compare(trainer: str, mode: str, model: str, folder: Path) -> dict[str, Any]:
-    """Take a step, and return what the run holds after it and what the formula says."""
+    """Take a step, and return the run's memory after it and the formula's."""
     settings = tree(trainer, mode, model, folder)
     is_reward = trainer == "reward model"
     config = (reward_model_config if is_reward else train_config)(settings)

@@ -1,4 +1,4 @@
-"""Measure what a checkpoint costs: its size, the seconds to write it, and a resumed run's time to its first step.
+"""Measure the cost of a checkpoint: its size, the seconds to write it, and a resumed run's time to its first step.
 
     python benchmarks/checkpoint_cost.py [--millions 1 10 50] [--repeat 3]
 

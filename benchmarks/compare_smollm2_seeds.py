@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 CHART = ROOT / "docs" / "images" / "compare_smollm2.svg"
 NAMES = {"online_dpo": "online DPO", "dpo": "DPO", "ppo": "PPO", "grpo": "GRPO"}
 SECOND = {"ppo": "ppo_smollm2_seed_1.json", "grpo": "grpo_smollm2_seed_1.json"}
-GRPO_SECOND_KL = 4.0  # nats, of the log of that run; its JSON has no KL
+GRPO_SECOND_KL = 4.0  # nats, from the log of that run; its JSON has no KL
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ LAST = 0.3  # share of the steps
 
 
 def read_seed(folder: Path) -> dict[str, float | None] | None:
-    """Read what a trained cell ended with; None if it has not been judged."""
+    """Read the final figures of a trained cell; None if it has not been judged."""
     if not (folder / "judged.json").is_file():
         return None
     judged = json.loads((folder / "judged.json").read_text(encoding="utf-8"))["metrics"]

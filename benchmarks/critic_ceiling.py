@@ -5,7 +5,7 @@
 
 Several completions of each prompt are sampled and scored. The share of the scores' variance that lies between prompts
 is the most that a critic can explain before the first token; it needs no critic, only the resampling. Beside it stands
-what a linear value head explains on prompts that it has not seen, by ridge regression on the hidden states of the
+the share that a linear value head explains on unseen prompts, by ridge regression on the hidden states of the
 policy and of the reward model, from which a critic may start.
 """
 
@@ -45,7 +45,7 @@ def prompt_share(scores: Tensor) -> float:
 
 
 def explained(values: Tensor, returns: Tensor) -> float:
-    """Return 1 - Var(returns - values) / Var(returns), as critic/explained_variance does."""
+    """Return 1 - Var(returns - values) / Var(returns), like critic/explained_variance."""
     return float(1 - (returns - values).var() / returns.var())
 
 

@@ -4,8 +4,8 @@
 
 Writes the rows to a temporary folder, as JSONL, gzipped JSONL and Parquet. A process of its own draws as many rows as
 there are (1 epoch in all), mixed 3:2:1, and prints its resident memory on the way; two more train SFT on a tiny Llama,
-one of them killed (SIGKILL) half way and started again. Writes benchmarks/results/data_stream.json; memory is that of
-the process (VmRSS and VmHWM of /proc/self/status), so it needs Linux.
+one of them killed (SIGKILL) half way and started again. Writes benchmarks/results/data_stream.json; memory is measured
+of the process (VmRSS and VmHWM of /proc/self/status), so it needs Linux.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHARES = {"plain": 3, "gzipped": 2, "table": 1}
 
 
 def rows(count: int, seed: int) -> Iterator[dict[str, str]]:
-    """Make rows that differ, some hundred characters each; what they say does not matter."""
+    """Make rows that differ, some hundred characters each; their words do not matter."""
     words = ("good", "bad", "red", "blue", "one", "two")
     for number in range(count):
         digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
@@ -134,7 +134,7 @@ def answer(process: subprocess.Popen[str]) -> Any:
 
 
 def kill_at(process: subprocess.Popen[str], metrics: Path, lines: int) -> int:
-    """Kill a process once `metrics` has so many lines; return how many it had."""
+    """Kill a process once `metrics` has so many lines; return the number of lines."""
     while process.poll() is None:
         written = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
         if written >= lines:

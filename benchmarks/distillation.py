@@ -1,6 +1,6 @@
 """Distillation in the lab beside SFT on the teacher's samples and GRPO:   python benchmarks/distillation.py
 
-Makes what is missing of runs/distill: the start (configs/lab/sft.yaml), the teacher (configs/lab/distill_teacher.yaml)
+Makes missing parts of runs/distill: the start (configs/lab/sft.yaml), the teacher (configs/lab/distill_teacher.yaml)
 and its samples of the training prompts; then runs configs/lab/compare_distill.yaml. Writes a JSON file (--out) with the
 final scores of every seed and the score after every evaluation against completions and FLOPs, and prints a table.
 """
@@ -34,7 +34,7 @@ def command(*words: str) -> None:
 
 
 def make_inputs(folder: Path) -> None:
-    """Train the start and the teacher, and sample the teacher, as far as they are not there."""
+    """Train the start and the teacher, and sample the teacher, if these are missing."""
     if not (folder / "start" / "complete.json").is_file():
         command("train", str(LAB / "sft.yaml"), f"run.out_dir={folder / 'start'}")
     if not (folder / "teacher" / "complete.json").is_file():
@@ -59,7 +59,7 @@ def score_of_samples(folder: Path) -> float:
 
 
 def curve(run: Path) -> list[dict[str, float]]:
-    """Return the held-out score after each evaluation of a run, and what it had cost."""
+    """Return the held-out score after each evaluation of a run, and its cost so far."""
     costs = {row["step"]: row for row in read_jsonl(run / "costs.jsonl")}
     points = []
     for row in read_jsonl(run / "metrics.jsonl"):
@@ -75,7 +75,7 @@ def curve(run: Path) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Run what is missing, and write and print what came of it."""
+    """Run the missing parts, and write and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RUNS / "compare_distill.json")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the comparison")

@@ -8,8 +8,8 @@
 The model has the shape of Llama-3.1-8B, random weights in bfloat16, and SmolLM2's tokenizer. It takes 16 GB of disk and
 is kept in --folder, so that the command can be repeated. The reward is a function. The peak is beside the plan of the
 same configuration. On a CPU it is the largest resident memory of a phase, above what the process has after its imports,
-and glibc returns every freed tensor to the system at once (as in adapter_memory.py). On a GPU it is what torch
-allocated.
+and glibc returns every freed tensor to the system at once (as in adapter_memory.py). On a GPU it is torch's
+allocated memory.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def tree(model: Path, folder: Path, options: argparse.Namespace) -> dict[str, An
 
 
 def work(file: Path) -> None:
-    """Run the step of the configuration in `file` and print what it took."""
+    """Run the step of the configuration in `file` and print its seconds and memory."""
     import bitsandbytes  # noqa: F401 - part of what every run imports
     import peft  # noqa: F401 - the same
     import torch
@@ -160,7 +160,7 @@ def longest_prompt(settings: dict[str, Any]) -> int:
 def main() -> None:
     """Make the model if it is missing, take the step in a process of its own, and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--folder", type=Path, required=True, help="where the model and the run are written")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for the model and the run")
     parser.add_argument("--tokenizer", default="models/smollm2-135m-instruct")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=1, help="of each prompt")
     parser.add_argument("--prompt-tokens", type=int, default=0, help="about; 0: short prompts")
     parser.add_argument("--new-tokens", type=int, default=8)
-    parser.add_argument("--json", type=Path, help="where the result is written")
+    parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args()
     folder = options.folder.resolve()
     model = folder / f"model-{options.layers}"

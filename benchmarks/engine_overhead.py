@@ -3,7 +3,7 @@
     python benchmarks/engine_overhead.py [--millions 10] [--rows 8] [--tokens 64] [--rounds 30]
 
 The same random Llama twice, the same batches, float32, AdamW, gradients clipped. A round is a step of each, in
-alternating order, so that other load on the machine affects both. That both end with the same weights is checked.
+alternating order, so that other load on the machine affects both. It checks that both end with the same weights.
 Writes benchmarks/results/engine_overhead.json and prints the table in Markdown.
 """
 
@@ -85,7 +85,7 @@ def random_llama(millions: float) -> LlamaForCausalLM:
 
 
 def plain(model: nn.Module) -> Callable[[Tensor], float]:
-    """Build a step as a plain PyTorch tutorial writes it."""
+    """Build a step in the way of a plain PyTorch tutorial."""
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=OPTIMIZER.lr,
@@ -148,7 +148,7 @@ def main() -> None:
     seconds = _measure(steps, options)
     pairs = zip(models["plain"].parameters(), models["ours"].parameters(), strict=True)
     gap = max(float((a - b).detach().abs().max()) for a, b in pairs)
-    assert gap < 1e-4, f"the two loops differ by {gap}: they did not do the same work"
+    assert gap < 1e-4, f"the two loops differ by {gap}: they did different work"
     ratios = [b / a for a, b in zip(seconds["plain"], seconds["ours"], strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
     result = {

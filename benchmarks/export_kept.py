@@ -1,4 +1,4 @@
-"""Measure how much of a run's training the exported weights keep: as exported, and as bfloat16 would have kept.
+"""Measure how much of a run's training the exported weights keep: as exported, and as it would be in bfloat16.
 
     python scripts/get_smollm2.py
     python benchmarks/export_kept.py --model models/smollm2-135m-instruct --steps 4 40 \
@@ -7,7 +7,7 @@
         --json benchmarks/results/export_kept.json
 
 PPO, GRPO, DPO and the reward model run with the shipped configurations, learning rates and schedules included, on a
-model published in bfloat16. Cut are batches (8 prompts for PPO; 2 prompts of 4 completions for GRPO; 2 pairs),
+model published in bfloat16. Reduced are batches (8 prompts for PPO; 2 prompts of 4 completions for GRPO; 2 pairs),
 completions (4 tokens), evaluation and checkpoints in between. With --one-update a step has one epoch and one minibatch
 of a quarter of these rows, so that 400 steps take minutes (PPO does not whiten advantages then: two completions are too
 few). The reward of PPO and GRPO is a function of the text.
@@ -96,7 +96,7 @@ def train(name: str, model: str, steps: int, one_update: bool, folder: Path) -> 
 
 
 def measure(name: str, model: str, steps: int, one_update: bool) -> dict[str, Any]:
-    """Run one algorithm in a folder of its own and read what it exported."""
+    """Run one algorithm in a folder of its own and read its export."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         result = train(name, model, steps, one_update, Path(folder) / "run")
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--steps", nargs="+", type=int, default=[4, 40])
     parser.add_argument("--one-update", action="store_true", help="one epoch and one minibatch a step")
-    parser.add_argument("--json", type=Path, help="the file that the results are added to")
+    parser.add_argument("--json", type=Path, help="file to add the results to")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if options.json is not None and options.json.is_file():

@@ -1,7 +1,7 @@
 """Measure how far each phase is from this machine's floor:   python benchmarks/floor.py [--size tiny | --model PATH]
 
-The floor of a phase is the larger of two times: that of its matrix products, at the best rate measured on this machine
-just before and just after for products of that many rows, and that of reading its weights, at the measured memory rate.
+The floor of a phase is the larger of two times: its matrix products' time, at the best rate measured on this machine
+just before and after for products of that many rows, and the time to read its weights, at the measured memory rate.
 GFLOP/s are the phase's products divided by its seconds; --model as in side_by_side.py. Attention over the context,
 norms, activations, softmax and the optimizer are left out, so the floor cannot be reached, only approached.
 """

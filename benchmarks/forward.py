@@ -8,7 +8,7 @@ implementation of the layers (rlhf/models/kernels/llama/forward.py).
 A step is the passes and the optimizer step of one batch: SFT 32 rows; reward model 32 pairs; DPO 32 pairs, reference
 included; PPO 64 rows, annotated, then 4 minibatches, critic and reference included; GRPO 8 prompts x 8, annotated,
 one optimizer step. Prompts have 16 to 64 tokens, completions 16 to 96 (PPO, GRPO: up to 64), drawn uniformly; float32.
-The peak is that of resident memory above its level before the first step, each way in a process of its own.
+The peak is of resident memory, above its level before the first step, each way in a process of its own.
 """
 
 from __future__ import annotations
@@ -270,9 +270,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--case", choices=CASES, action="append", help="may be given several times; all")
-    parser.add_argument("--way", choices=WAYS, action="append", help="which ways, the first is compared with; all")
+    parser.add_argument("--way", choices=WAYS, action="append", help="ways, compared with the first of them; all")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--keep", action="store_true", help="with run.keep_memory, as runs have it")
+    parser.add_argument("--keep", action="store_true", help="with run.keep_memory, the default of runs")
     parser.add_argument("--no-memory", action="store_true", help="seconds only")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peak-of", choices=WAYS, help=argparse.SUPPRESS)

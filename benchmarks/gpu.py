@@ -1,4 +1,4 @@
-"""Measure what only a GPU shows, in under ten minutes:   python benchmarks/gpu.py [--peer-python PY] [--json F]
+"""Measure speed and numbers on a GPU, in under ten minutes:   python benchmarks/gpu.py [--peer-python PY] [--json F]
 
 Random weights shaped like a 0.5B and a 1.5B model, bfloat16 arithmetic over float32 weights.
   rollout   our sampler and transformers' generate, 256 completions at once, 0.5B shape
@@ -8,9 +8,9 @@ Random weights shaped like a 0.5B and a 1.5B model, bfloat16 arithmetic over flo
   decoding     steps as they are recorded and as they are replayed, beside generate and, if installed, vLLM; GQA shapes,
                lengths as of real rows
 Each part runs alone (--only), within a time limit, and its failure is a result: the others go on. A bare image with
-torch needs the wheels in `WHEELS` besides; what is missing is printed.
-With --pretend the parts that can run on the pretend GPU of tests/gpu do (no times, but the script is known to work).
-With --toy everything runs on the CPU at toy size, which shows that it works, not how fast it is.
+torch needs the wheels in `WHEELS` besides; missing ones are printed.
+With --pretend the parts that can run on the pretend GPU of tests/gpu do (no times: it shows that the script works).
+With --toy everything runs on the CPU at toy size: it shows that the script works, not its speed.
 --json writes the results, --md a table of them.
 """
 
@@ -36,7 +36,7 @@ from floor import floors, measure
 from peers.runs import SideResult, phase, run_side
 from peers.work import Job, Sizes, make_work, synthetic_workload
 
-WHEELS = (  # what a bare image with torch lacks, by import name; all are small
+WHEELS = (  # packages that a bare image with torch lacks, by import name; all are small
     *(
         "pydantic",
         "pydantic_core",
@@ -126,7 +126,7 @@ def processes(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the parts that are processes of their own, which the pretend GPU can run too."""
     decoding = [sys.executable, str(ROOT / "benchmarks" / "recorded_decoding.py")]
     correctness = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "tests/gpu"]
-    if options.pretend:  # at toy size, whatever the shape
+    if options.pretend:  # at toy size, for any shape
         return {
             "correctness": correctness,
             "decoding": [*decoding, "--pretend"],
@@ -141,7 +141,7 @@ def processes(options: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def attempt(results: dict[str, Any], name: str, part: Callable[[], dict[str, Any]]) -> None:
-    """Run a part and keep its result, or what went wrong: the parts after it run all the same."""
+    """Run a part and keep its result or its error: the parts after it run all the same."""
     try:
         results[name] = part()
     except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""What 8-bit products would give the sampler on a CPU with VNNI: products and decode steps in three arithmetics.
+"""Measure 8-bit products for the sampler on a CPU with VNNI: products and decode steps in three arithmetics.
 
     OMP_NUM_THREADS=1 python benchmarks/int8_products.py --model PATH
 
@@ -112,7 +112,7 @@ def steps(model: torch.nn.Module, rows: int) -> dict[str, Callable[[], object]]:
 
 
 def decoders(model: torch.nn.Module, rows: int) -> dict[str, Callable[[], FusedDecoder]]:
-    """Return what makes the decoder of each arithmetic, whose weights a rollout begins with copying."""
+    """Return a factory of the decoder in each arithmetic; a rollout begins with a copy of its weights."""
     size = {"rows": rows, "positions": PROMPT + COLUMNS}
     makers = {name: partial(FusedDecoder, model, **size, low=low) for name, low in LOW.items()}
     return {**makers, "int8": partial(Int8Decoder, model, **size, low=None)}
@@ -124,7 +124,7 @@ ASKED = (
     'Generate a JSON object with exactly these keys: "street" (string), "depth" (integer).',
     "Give three tips for learning a language.",
 )
-SCALES: dict[str, Callable[[Tensor], Tensor]] = {  # what a scale of activations is taken over
+SCALES: dict[str, Callable[[Tensor], Tensor]] = {  # the numbers that share a scale of activations
     "weights and rows": lambda x: x.abs().amax(dim=-1, keepdim=True),
     "weights and whole products": lambda x: x.abs().max(),
 }

@@ -6,7 +6,7 @@
 
 Per arm and seed: the share of held-out prompts whose answer parses, is right, and is right and nothing else (with
 Wilson's 95 % intervals), the KL to the start, the answers' length, the mean effective sample size of importance
-weights, and what the training took. Writes JSON and prints the rows of a Markdown table.
+weights, and the training's time and memory. Writes JSON and prints the rows of a Markdown table.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/loading_memory.py [--processes 4] [--hidden 1024] [--layers 16] [--vocabulary 32000]
 
 A random Llama with tied embeddings is written in bfloat16 to a temporary folder. For each way of loading, processes are
-started that load it in float32 and shard it. Counted in each is by how much its resident memory grew at its peak from
+started that load it in float32 and shard it. Counted in each is the growth of its resident memory to its peak from
 just before loading, when all libraries were loaded and DeepSpeed had sharded a model of a few weights; the largest of
 the processes counts. Next to it stand the share (all weights in float32, divided by the number of processes) and the
 largest weight, of which a process may need a copy of its own.

@@ -4,7 +4,7 @@
 
 A random Llama in float32 with AdamW takes two optimizer steps on one short row per process, so activations hardly
 count. Counted in the first process are the bytes of every live tensor, once per storage, when the gradient is complete
-and before the step is taken (the most that a step needs); and how much the process's memory grew by then and at its
+and before the step is taken (the most that a step needs); and the growth of the process's memory by then and at its
 peak, loading included. On GPUs (one process each; by default on all of them) the peak is the allocator's.
 
 Formula (Rajbhandari et al. 2020, sec. 3, for float32): a parameter is 4 bytes of weight, 4 of gradient, 8 of Adam's
@@ -111,7 +111,7 @@ def tensor_memory(trained: TrainableModel) -> dict[str, float]:
     states = _optimizer_tensors(trained)
     rest = storages([*_alive_tensors(), *states])
     moments = {key: size for key, size in storages(states).items() if key not in weights}
-    flat = storages(trained._flat()) if hasattr(trained, "_flat") else {}  # what DeepSpeed's optimizer updates
+    flat = storages(trained._flat()) if hasattr(trained, "_flat") else {}  # the copy that DeepSpeed's optimizer updates
     copies = {key: size for key, size in flat.items() if key not in weights}
     for address in (*weights, *moments, *copies):
         rest.pop(address, None)

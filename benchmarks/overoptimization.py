@@ -61,7 +61,7 @@ class Proxy:
 
 
 def reward_models(settings: argparse.Namespace) -> list[Proxy]:
-    """Return every reward model to train: single ones once, whatever the backbones."""
+    """Return every reward model to train: single ones once, for all kinds of backbones."""
     return [
         Proxy(pairs, members, backbone if members > 1 else "shared")
         for pairs, members in product(settings.pairs, settings.members)
@@ -161,7 +161,7 @@ def train_policies(settings: argparse.Namespace, console: Console) -> None:
 
 
 def ppo_curves(settings: argparse.Namespace) -> dict[str, Any]:
-    """Fit the law of reinforcement learning to the evaluations of PPO, with intervals over seeds, where it was run."""
+    """Fit the law of reinforcement learning to the evaluations of PPO, with intervals over seeds, if it was run."""
     results: dict[str, Any] = {}
     for (label, _), coef in product(proxies(settings), settings.kl):
         runs = [settings.folder / f"ppo-{label}-kl{coef:g}-seed{seed}" for seed in settings.seeds]
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=256, help="completions of each prompt; the largest n")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--name", default="overoptimization", help="of the JSON and the figure")
+    parser.add_argument("--name", default="overoptimization", help="folder of the JSON and the figure")
     settings = parser.parse_args(arguments)
     console = Console()
     if "rm" in settings.stage:

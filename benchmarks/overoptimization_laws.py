@@ -28,9 +28,9 @@ class Coefficient:
 
 @dataclass(frozen=True)
 class LawFit:
-    """A fitted law: its coefficients, where it peaks and how high, and the root mean square of its residuals.
+    """A fitted law: its coefficients, the place and height of its peak, and the root mean square of its residuals.
 
-    `peak_kl` is None where the law has no peak: β is not above 0, or the score only falls.
+    `peak_kl` is None if the law has no peak: β is not above 0, or the score only falls.
     """
 
     law: Law
@@ -43,7 +43,7 @@ class LawFit:
 
 
 def features(distance: Floats, law: Law) -> Floats:
-    """Compute what α and β multiply: d and -d², or d and -d log d (0 at d = 0)."""
+    """Compute the factors of α and β: d and -d², or d and -d log d (0 at d = 0)."""
     if law == "best_of_n":
         return np.stack([distance, -(distance**2)], axis=-1)
     logs = np.log(np.where(distance > 0, distance, 1.0))
@@ -66,11 +66,11 @@ def fit_law(distance: Floats, gain: Floats, law: Law) -> tuple[float, float]:
 
     Args:
         distance: sqrt(KL), of any shape.
-        gain: the gold score less that of the start, of the same shape.
+        gain: the gold score less the start's, of the same shape.
         law: best_of_n or rl.
 
     Raises:
-        ValueError: fewer than two different distances above 0 determine nothing.
+        ValueError: fewer than two different distances above 0 do not determine the two coefficients.
     """
     if len(np.unique(distance[distance > 0])) < 2:
         raise ValueError("a law has two coefficients: give the gain at two distances above 0, or more")
@@ -80,7 +80,7 @@ def fit_law(distance: Floats, gain: Floats, law: Law) -> tuple[float, float]:
 
 
 def peak(alpha: float, beta: float, law: Law) -> tuple[float, float] | None:
-    """Compute the KL, in nats, at which a law peaks, and the gain there; None where it has no peak above 0.
+    """Compute the KL, in nats, at which a law peaks, and the gain there; None if it has no peak above 0.
 
     best of n: d = α / 2β          reinforcement learning: d = exp(α/β - 1)
     """
@@ -96,13 +96,12 @@ def peak(alpha: float, beta: float, law: Law) -> tuple[float, float] | None:
 def fit_with_intervals(distances: Floats, gains: Floats, law: Law, *, seed: int) -> LawFit:
     """Fit a law to independent curves, and bootstrap the curves for its intervals.
 
-    A curve is what is independent of the others: of best-of-n a prompt (or all of the prompts of one reward model), of
-    training a run. With a single curve there is nothing to resample: its points are, which ignores that they depend on
-    each other.
+    A curve is independent of the others: of best-of-n it is a prompt (or all of the prompts of one reward model), of
+    training a run. A single curve cannot be resampled: its points are, which ignores that they depend on each other.
 
     Args:
         distances: sqrt(KL) of each point of each curve, [C, M].
-        gains: the gold score less that of the start, [C, M].
+        gains: the gold score less the start's, [C, M].
         law: best_of_n or rl.
         seed: the seed of the bootstrap.
     """

@@ -1,10 +1,10 @@
-"""Compare what `rlhf plan` says of a run with the peak memory of that run: each in a process of its own, on a CPU.
+"""Compare the estimate of `rlhf plan` with the peak memory of the run: each in a process of its own, on a CPU.
 
     python benchmarks/plan.py [--only NAME ...] [--out FILE]
 
 A model of random weights and rows of full length are written to a temporary folder, and two steps are run in a process
-of their own, forked from one that has the libraries imported. `allocated` counts what the process has allocated and not
-freed, at its peak (benchmarks/heap.c, compiled by cc): what torch counts on a GPU. `resident` is how much VmHWM rose;
+of their own, forked from one that has the libraries imported. `allocated` counts bytes of the process that are not yet
+freed, at its peak (benchmarks/heap.c, compiled by cc), like torch on a GPU. `resident` is the rise of VmHWM;
 it holds freed memory that the allocator keeps besides (run.keep_memory). Linux with glibc only. The cases in FITTED
 were looked at while the formulas were written; those in CASES were not, and only they count.
 """
@@ -282,7 +282,7 @@ def work(config: RunConfiguration, once_built: Callable[[], object]) -> dict[str
     heap.heap_live.restype = heap.heap_peak.restype = ctypes.c_long
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is from now on
     before, resident = heap.heap_live(), resident_mb("VmRSS")
-    memory._peak_resident_mb = lambda: (heap.heap_peak() - before) / MB  # what timings.jsonl has of each phase
+    memory._peak_resident_mb = lambda: (heap.heap_peak() - before) / MB  # timings.jsonl has it for each phase
     memory._reset_peak_resident = heap.heap_reset
     built: dict[str, float] = {}
 
@@ -368,7 +368,7 @@ def preloaded(folder: Path) -> dict[str, str]:
 
 
 def about() -> dict[str, str]:
-    """Return the versions, the day and the CPU with those of its extensions that products depend on."""
+    """Return the versions, the day and the CPU with the extensions that products depend on."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     read = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     known = [name for name in EXTENSIONS if name in read.get("flags", "").split()]
@@ -377,7 +377,7 @@ def about() -> dict[str, str]:
 
 
 def run_counted() -> None:
-    """Run this program again under the counter, unless it is."""
+    """Run this program again under the counter, unless it runs there already."""
     if "LD_PRELOAD" not in os.environ:
         with tempfile.TemporaryDirectory(prefix="rlhf-heap-") as name:
             done = subprocess.run([sys.executable, *sys.argv], env=preloaded(Path(name)), check=False)

@@ -1,12 +1,12 @@
-"""Score a published run of GRPO on SmolLM2-135M-Instruct by everything its prompts ask for, and not by parsing alone.
+"""Score a published run of GRPO on SmolLM2-135M-Instruct by all conditions of its prompts, and not by parsing alone.
 
     git clone https://github.com/GiuseppeBellamacina/GRPO-strict-generation
     python benchmarks/public_json_run.py GRPO-strict-generation [--json benchmarks/results/public_json_run.json]
 
 The run (20,000 completions, LoRA, MIT licence) has its 300 evaluation prompts and the completions before and after it.
 Checked of an answer, beside that it parses: object or array, the named keys, the types in parentheses, and the numbers
-of items that the prompt gives. What no program can read from the sentence ("a nested object describing the change") is
-not checked, so that the share is an upper bound.
+of items that the prompt gives. Conditions that no program can read from the sentence ("a nested object describing the
+change") are not checked, so that the share is an upper bound.
 """
 
 from __future__ import annotations

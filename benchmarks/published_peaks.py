@@ -5,8 +5,8 @@
 Each row has the settings that its page states, and the plan's formulas for them: weights, gradients and moments in the
 dtype that the project keeps them in, activations of layers through the modules, logits all at once or in chunks.
 No formula was fitted to the rows. Two choices were made after a look at them: 16-bit logits for the QLoRA rows, and
-that with checkpointing a layer is computed again only once the logits are gone. What torchtune calls "peak memory
-active" counts tensors; the figures of Qwen's README are those of the GPU, so that the context of CUDA is added.
+that with checkpointing a layer is computed again only once the logits are gone. Torchtune's "peak memory
+active" counts tensors; the figures of Qwen's README are of the whole GPU, so that the context of CUDA is added.
 
 Writes benchmarks/results/published_peaks.json and prints a table.
 """
@@ -39,7 +39,7 @@ BF16 = Arithmetic(wide=2, low=2, device="cuda", written_out=False, chunked=False
 
 
 def qwen(hidden: int, layers: int, heads: int, intermediate: int, vocabulary: int) -> Shape:
-    """Return the shape of a Qwen (1); its feed-forward halves are half as wide as its config.json says."""
+    """Return the shape of a Qwen (1); its feed-forward halves are half as wide as in its config.json."""
     return Shape(
         family="qwen",
         hidden=hidden,
@@ -90,7 +90,7 @@ class Peak:
     offloaded: bool = False
     chunked: bool = False
     moments: float = 4.0
-    """Bytes of both moments of a parameter on the GPU, where all are trained."""
+    """Bytes of both moments of a parameter on the GPU, if all are trained."""
     fused: bool = False
     """Whether the optimizer steps within the backward pass, so that one gradient is there at a time."""
     logits: float | None = None

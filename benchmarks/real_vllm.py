@@ -1,4 +1,4 @@
-"""Train SmolLM2 on completions of a real vLLM: mismatch of log-probabilities, seconds a push, what the canary finds.
+"""Train SmolLM2 on completions of a real vLLM: mismatch of log-probabilities, seconds a push, the canary's findings.
 
     VLLM_SERVER_DEV_MODE=1 PYTHONPATH=FOLDER vllm serve MODEL --served-model-name policy --port 8001 --dtype float32 \\
       --enforce-eager --max-model-len 1024 --logprobs-mode processed_logprobs \\
@@ -7,7 +7,7 @@
 
 FOLDER has `policy_extension.py` of docs/vllm.md. Three runs, one after another: `nocure` (GRPO without resync_head: the
 canary has to stop it), `grpo`, `ppo`. A run whose folder is there already is only read, complete or not. Prompts are a
-line each, completions 8 tokens, four a step, the reward a function: what is measured does not depend on them.
+line each, completions 8 tokens, four a step, the reward a function: the figures do not depend on them.
 
 Written are, for each run, the steps, the largest mean |sampler - trainer| of a step in nats (not less than the mean of
 log sampler - log trainer, which estimates KL(sampler || trainer) of a token), the largest difference that the canary
@@ -42,7 +42,7 @@ COMMON = (
     "policy.dtype=float32",
     "sampling.backend=server",
     "sampling.server.type=vllm",
-    "sampling.old_log_probs=trainer",  # else the sampler's are taken where it is the policy
+    "sampling.old_log_probs=trainer",  # else the sampler's are taken if it is the policy
     "sampling.temperature=1.0",
     "sampling.max_new_tokens=8",
     "algorithm.kl.coef=0",
@@ -67,7 +67,7 @@ def write_prompts(file: Path) -> None:
 
 
 def train(folder: Path, steps: int, changes: tuple[str, ...], options: argparse.Namespace) -> str:
-    """Run the trainer once and return what it printed."""
+    """Run the trainer once and return its output."""
     given = [
         f"data.prompts.path={options.runs / 'prompts.jsonl'}",
         f"policy.model={options.model}",
@@ -105,7 +105,7 @@ def summary(folder: Path, printed: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run what is missing, print the figures and write the JSON file."""
+    """Run the missing parts, print the figures and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "recipes_smollm2.json"
 FIGURE = ROOT / "docs" / "images" / "recipes_smollm2.svg"
-CURVES = {  # what a reader watches of each recipe
+CURVES = {  # the curves of each recipe
     "sft": ("loss/sft",),
     "rm": ("loss/rm", "rm/accuracy", "eval/rm_accuracy"),
     "dpo": ("preference/accuracy", "preference/margin"),
@@ -39,7 +39,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def read_run(recipe: str, folder: Path) -> dict[str, Any]:
-    """Read the curves of a finished run, and what it took."""
+    """Read the curves of a finished run, and its time and memory."""
     metrics, timings = read_rows(folder / "metrics.jsonl"), read_rows(folder / "timings.jsonl")
     settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     curves = {

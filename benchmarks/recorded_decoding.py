@@ -1,10 +1,10 @@
 """Decode on a GPU by recorded steps and by transformers' generate:   python benchmarks/recorded_decoding.py [--json F]
 
 Random weights in the GQA shapes of Qwen2.5 0.5B and 1.5B, bfloat16. A random model draws all tokens about equally
-often: so many of them end a row that lengths vary as those of real completions do. What records steps (the first
-rollout) and what replays them (the later ones) is timed apart, each with the device synchronized. With --pretend
+often: so many of them end a row that lengths vary like real completions'. The first rollout, which records steps,
+and the later ones, which replay them, are timed apart, each with the device synchronized. With --pretend
 everything runs at toy size on the pretend GPU of tests/gpu, which counts waits and says nothing of time.
---backends vllm times vLLM, where it is installed, on the same weights, prompts and ending tokens; benchmarks/gpu.py
+--backends vllm times vLLM, if it is installed, on the same weights, prompts and ending tokens; benchmarks/gpu.py
 gives it a process of its own, because vLLM takes the memory that it finds free.
 """
 
@@ -88,7 +88,7 @@ def rollouts(model: Any, device: str, backend: str, rows: int, prompt: int, leng
 
 
 def vllm_rollouts(model: Any, rows: int, prompt: int, length: int, rounds: int) -> dict[str, Any]:
-    """Time rollouts of vLLM; the first one includes what it compiles and captures on demand."""
+    """Time rollouts of vLLM; the first one includes compiling and capturing on demand."""
     vllm = importlib.import_module("vllm")
     vocabulary = model.config.vocab_size
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:

@@ -10,7 +10,7 @@ The others are vLLM, `rlhf serve-policy` (--own-url), and transformers' generate
 
 Every row has another prompt of 32 random tokens and gets 32 new tokens at temperature 1; nothing stops earlier. Every
 round runs each sampler once; printed are tokens per second of all rows together, the median of the rounds, and the
-median ratio of the sampler in the process to the fastest of those that are not ours. Other numbers of rows stay in
+median ratio of the sampler in the process to the fastest of the others that are not ours. Other numbers of rows stay in
 the file. A server's time has the HTTP request in it.
 """
 

@@ -12,17 +12,17 @@
     --peer-settings ...    of defaults memory fastest (benchmarks/peers/trl_side.py says what each sets); each round
                            runs ours once and TRL once with each. Default: defaults memory
     --lora R               adapters of rank R on every linear layer, from the same random numbers: sft reward dpo grpo
-    --clock wall|cpu       seconds of the clock, or of the processes' processor time where the machine has other work
+    --clock wall|cpu       seconds of the clock, or of the processes' processor time if the machine has other work
     --whole                all rows of an optimizer step in one pass of ours, as in TRL's; otherwise our default of 16
     --json FILE            file for the figures, in addition to the terminal
 
 Both sides get the same weights, rows in the same order, lengths, precision, optimizer and number of threads. A step's
 time runs from the end of the previous one to its own end. The first step is a warm-up in which both sides train on the
-same rows, online on the same given completions, so its loss and gradient must agree; the output says whether they do.
-Later completions are sampled by each side; the output gives their lengths. The ratio is that of the medians of a round;
-reported are its median over the rounds and its range. Our DPO computes the reference's log-probabilities once before
-training, TRL by default in every step: for `dpo` that time is added to our steps, as if for one epoch. GFLOP/s are the
-least matrix products that a step needs (benchmarks/floor.py), divided by its seconds.
+same rows, online on the same given completions, so its loss and gradient must agree; the output says if they agree.
+Later completions are sampled by each side; the output gives their lengths. The ratio of a round is of its
+median seconds; reported are the median ratio and the range. Our DPO computes the reference's log-probabilities once
+before training, TRL by default in every step: for `dpo` that time is added to our steps, as if for one epoch. GFLOP/s
+are the least matrix products that a step needs (benchmarks/floor.py), divided by its seconds.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def tolerance(job: Job) -> float:
 def same_first_step(ours: SideResult, peer: SideResult, limit: float) -> bool:
     """Return whether loss and gradient of the first optimizer step agree up to rounding.
 
-    The tolerance of a loss near 0, as with advantages whose mean is 0, is relative to 1.
+    The tolerance of a loss near 0, as for advantages whose mean is 0, is relative to 1.
     """
     close = [
         abs(ours["first"][name] - peer["first"][name]) <= limit * max(least, abs(peer["first"][name]))
@@ -234,7 +234,7 @@ class ProductRates:
         if dtype == "bfloat16" and max(self.bfloat16) < 1.2 * max(self.float32):
             text += (
                 " This machine has no fast bfloat16 products (AMX, AVX512-BF16): its bfloat16 figures say nothing of "
-                "machines that do."
+                "machines that have them."
             )
         return text
 

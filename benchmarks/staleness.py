@@ -1,4 +1,4 @@
-"""Tabulate and draw what stale and 8-bit samples cost, with and without importance weights.
+"""Tabulate and draw the cost of stale and 8-bit samples, with and without importance weights.
 
     rlhf compare configs/lab/compare_stale.yaml
     python benchmarks/staleness.py runs/compare-stale [--out FILE.json] [--chart FILE.svg]
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 def read_seed(folder: Path) -> Row:
-    """Read what a run ended with."""
+    """Read the final figures of a run."""
     judged = json.loads((folder / "judged.json").read_text(encoding="utf-8"))
     lines = read_lines(folder / "metrics.jsonl")
     score = bootstrap(torch.tensor([row["score"] for row in judged["rows"]]))  # a row for each prompt
@@ -69,7 +69,7 @@ def mean_of(lines: list[Row], key: str) -> float | None:
 
 
 def read_arms(folder: Path) -> dict[str, list[Row]]:
-    """Read the seeds of every arm that the comparison has."""
+    """Read the seeds of every arm of the comparison."""
     seeds = {name: sorted((folder / name).glob("seed-*/judged.json")) for name in ARMS}
     return {name: [read_seed(file.parent) for file in files] for name, files in seeds.items() if files}
 

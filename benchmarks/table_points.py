@@ -1,4 +1,4 @@
-"""Measure runs of the table of docs/memory.md on a CPU, beside what `rlhf plan` says of the same run on that CPU.
+"""Measure runs of the table of docs/memory.md on a CPU, beside the estimate of `rlhf plan` for that CPU.
 
     python benchmarks/table_points.py models/smollm2-135m-instruct [--only "ppo, full" ...]
 

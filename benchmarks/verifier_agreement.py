@@ -1,12 +1,12 @@
-"""Measure how often verifiers agree with the graders of others, on texts that those have graded.
+"""Measure how often verifiers agree with the graders of others, on texts that these have graded.
 
     python benchmarks/verifier_agreement.py --solutions example_model_solutions.jsonl --gsm8k data/gsm8k/test.jsonl \
         --ifeval data/ifeval/input_data.jsonl --humaneval HumanEval.jsonl.gz \
         --json benchmarks/results/verifier_agreement.json
 
 The math verifier against the grades of 5,276 solutions of GSM8K that models wrote (example_model_solutions.jsonl of
-openai/grade-school-math), and on the references: each is right, and that of another row is wrong unless it is the same
-number.
+openai/grade-school-math), and on the references: each is right, and another row's reference is wrong unless it is the
+same number.
 The ifeval verifier against the package if-verifiable, an independent port of IFEval's program, on the rows of IFEval:
 each row grades one of these solutions, plain and rewritten (in capitals, as a list, with a postscript ...).
 The code verifier on HumanEval (data/HumanEval.jsonl.gz of openai/human-eval): the 164 solutions of the data set are
@@ -39,7 +39,7 @@ NEEDS_DOWNLOADS = {"length_constraints:number_sentences", "change_case:capital_w
 DRAWS = {"language:response_language"}  # langdetect draws random numbers
 
 Pair = tuple[float | None, float]
-"""Our grade of a text, and that of the other grader."""
+"""Our grade of a text, and the other grader's."""
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ def tally(pairs: Iterable[Pair]) -> dict[str, float]:
 
 
 def graded_solutions(rows: list[dict[str, Any]]) -> Iterator[Pair]:
-    """Yield our grade of each solution and that of the data set."""
+    """Yield our grade of each solution and the data set's."""
     grade = validate(MathGrader, {"type": "math", "symbolic": "off"}).start()
     for row in rows:
         answer = row["ground_truth"].rpartition("A:")[2].strip()
@@ -81,7 +81,7 @@ def references(rows: list[dict[str, Any]]) -> Iterator[Pair]:
 
 
 def forms(text: str, prompt: str) -> Iterator[str]:
-    """Yield a text as it is, and as it would meet one kind of instruction or another."""
+    """Yield a text unchanged, and rewritten to meet one kind of instruction or another."""
     sentences = text.split("\n")
     yield text
     yield text.upper()
@@ -142,7 +142,7 @@ def main() -> None:
     arguments = parser.parse_args()
     solutions, rows = lines_of(arguments.solutions), lines_of(arguments.ifeval)
     texts = [row["175b_verification"]["solution"] for row in solutions]
-    random.seed(0)  # the port draws a letter where a row gives none that is a letter
+    random.seed(0)  # the port draws a letter if a row gives none that is a letter
     strict, loose = instructions(rows, texts)
     tasks = lines_of(arguments.humaneval)
     results: dict[str, Any] = {

@@ -49,7 +49,7 @@ def arm_tree(folder: Path, seed: int, name: str, steps: int) -> Tree:
     """Return the configuration of an arm in a folder that `write_doors` filled."""
     base = read_yaml(CONFIG)
     if name == "token":
-        del base["algorithm"]["rescue"]["weights"]  # those of another type
+        del base["algorithm"]["rescue"]["weights"]  # they are of another type
     tree = merge(base, ARMS[name])
     prompts = {"path": str(folder / "prompts.jsonl")}
     own = {
@@ -71,7 +71,7 @@ def run_arm(folder: Path, seed: int, name: str, steps: int) -> list[dict[str, An
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a run came to: its score on plain prompts by step, and what it took."""
+    """Return a run's result: its score on plain prompts by step, and its cost."""
     return {
         "score": {row["step"]: row["eval/score"] for row in rows if "eval/score" in row},
         "completions": rows[-1]["completion/count"],
@@ -84,7 +84,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run what is missing, write the JSON file and print the table."""
+    """Run the missing parts, write the JSON file and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))

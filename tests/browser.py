@@ -1,4 +1,4 @@
-"""A page in a headless browser: its DOM after the scripts ran, what they left on the console, and a phone's view."""
+"""A page in a headless browser: its DOM after the scripts ran, their lines on the console, and a phone's view."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def browse(page: Path, profile: Path) -> tuple[str, list[str]]:
 
 
 def after(page: Path, folder: Path, *, script: str, expression: str, width: int = 390) -> tuple[Any, list[str]]:
-    """What the JavaScript `expression` gives after `script` ran, and the console's lines; both see `page`."""
+    """The value of the JavaScript `expression` after `script` ran, and the console's lines; both see `page`."""
     frame = folder / "after.html"
     frame.write_text(
         AFTER.format(page=page.as_uri(), width=width, script=script, expression=expression), encoding="utf-8"
@@ -74,7 +74,7 @@ def after(page: Path, folder: Path, *, script: str, expression: str, width: int 
 
 
 def on_a_phone(page: Path, folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Widths at 390 pixels, what it looks like before and after the theme button, and the console's lines."""
+    """Widths at 390 pixels, its look before and after the theme button, and the console's lines."""
     frame = folder / "frame.html"
     frame.write_text(FRAME.format(page=page.as_uri()), encoding="utf-8")
     dom, console = browse(frame, folder / "profile")

@@ -15,7 +15,7 @@ Reply = str | None | tuple[int, bytes] | tuple[int, bytes, dict[str, str]]
 
 
 class ChatServer:
-    """`answer(n, question)`: the content of the answer to request n; or status and body, and headers, as they are."""
+    """`answer(n, question)`: the content of the answer to request n; or a response: status and body, and headers."""
 
     def __init__(self, answer: Callable[[int, str], Reply]) -> None:
         self.requests: list[dict[str, Any]] = []

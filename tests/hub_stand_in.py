@@ -1,4 +1,4 @@
-"""The model hub's API on this machine, as far as creating a repository and committing files needs it."""
+"""The model hub's API on this machine, limited to creating a repository and committing files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class HubStandIn:
         self.thread.start()
 
     def repositories(self) -> dict[str, dict[str, Any]]:
-        """What is known of each repository, as it was made."""
+        """The information on each repository from its creation."""
         first = {f"{asked['organization']}/{asked['name']}": asked for asked in reversed(self.created)}
         return {name: {"id": name, "private": asked.get("visibility") == "private"} for name, asked in first.items()}
 

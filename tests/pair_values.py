@@ -23,7 +23,7 @@ from rlhf.types import Side
 
 @dataclass(frozen=True)
 class PairValues:
-    """What a loss makes of pairs."""
+    """The figures of a loss on pairs."""
 
     per_pair: Tensor
     chosen_reward: Tensor

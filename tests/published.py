@@ -87,7 +87,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def store_tied_head(folder: Path) -> None:
-    """Store the head of a tied model beside its embedding, as many checkpoints do."""
+    """Store the head of a tied model beside its embedding, like many checkpoints."""
     path = folder / "model.safetensors"
     weights = load_file(path)
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, path, {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Which cases of a test the default run has: those that differ in kind; `-m slow` runs the others too."""
+"""The choice of a test's cases for the default run: ones that differ in kind; `-m slow` runs the others too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def quick(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
-    """Give every case to `pytest.mark.parametrize`, and mark those that the default run leaves out."""
+    """Give every case to `pytest.mark.parametrize`, and mark the ones that the default run leaves out."""
     listed = list(cases)
     missing = [case for case in default if case not in listed]
     assert not missing, f"{missing}: no such cases"

@@ -16,7 +16,7 @@ from transformers.utils import logging
 FOLDER = Path("models/smollm2-135m-instruct")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 VOCABULARY = {b"tokenizer.ggml.tokens", b"tokenizer.ggml.token_type", b"tokenizer.ggml.merges"}
-TEXT, ARRAY = 8, 9  # types of GGUF's values; the others have as many bytes as this says
+TEXT, ARRAY = 8, 9  # types of GGUF's values; the others have these numbers of bytes
 BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 ALIGNMENT = 32
 
@@ -37,7 +37,7 @@ def real_model(shared: Path) -> PreTrainedModel:
 
 
 def without_vocabulary(content: bytes) -> bytes:
-    """Leave the texts of the vocabulary out of a GGUF file's header; its tensors stay as they are."""
+    """Leave the texts of the vocabulary out of a GGUF file's header; its tensors stay unchanged."""
     magic, version, tensors, fields = struct.unpack_from("<4sIQQ", content)
     assert (magic, version) == (b"GGUF", 3)
     kept, at = list[bytes](), struct.calcsize("<4sIQQ")
@@ -48,7 +48,7 @@ def without_vocabulary(content: bytes) -> bytes:
         if content[start + 8 : name_ends] not in VOCABULARY:
             kept.append(content[start:at])
     names_begin = at
-    for _ in range(tensors):  # a name, its dimensions, a type and an offset from where the tensors begin
+    for _ in range(tensors):  # a name, its dimensions, a type and an offset from the start of the tensors
         at = _end_of_value(content, at, TEXT)
         at += 4 + 8 * struct.unpack_from("<I", content, at)[0] + 4 + 8
     header = struct.pack("<4sIQQ", magic, version, tensors, len(kept)) + b"".join(kept) + content[names_begin:at]
@@ -56,7 +56,7 @@ def without_vocabulary(content: bytes) -> bytes:
 
 
 def _end_of_value(content: bytes, at: int, kind: int) -> int:
-    """Return where the value that begins at `at` ends."""
+    """Return the end of the value that begins at `at`."""
     if kind == TEXT:
         return at + 8 + int(struct.unpack_from("<Q", content, at)[0])
     if kind != ARRAY:

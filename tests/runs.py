@@ -49,7 +49,7 @@ def make_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float3
 
 @cache
 def model_files(seed: int, dtype: torch.dtype) -> tuple[dict[str, bytes], torch.Tensor]:
-    """What the files of that model contain, and the state of torch's generator after it: a process makes it once."""
+    """The content of that model's files, and the state of torch's generator after it: a process makes it once."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
@@ -111,7 +111,7 @@ def pairs_file(folder: Path, *, count: int = 120, seed: int = 0) -> Path:
 
 
 def labelled_file(folder: Path, *, count: int = 160, seed: int = 0) -> Path:
-    """Single random completions, desirable where `count_good` is above 0; those of 0 are left out."""
+    """Single random completions, desirable if `count_good` is above 0; completions of 0 are left out."""
     rows = [
         {"prompt": prompt, "completion": completion, "label": gold > 0}
         for prompt, completion in written(2 * seed, count)
@@ -167,7 +167,7 @@ def ppo_tree(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def brief_tree(folder: Path, **changes: Any) -> dict[str, Any]:
-    """The same with one update a step and no evaluation, for what a run does beside learning."""
+    """The same with one update a step and no evaluation, for tests of other things than learning."""
     brief = {"data": {"eval_prompts": None}, "eval": {"every": 0}, "batch": {"epochs": 1, "minibatches": 1}}
     return ppo_tree(folder, **merge(brief, changes))
 

@@ -3,7 +3,7 @@
 A function or dataclass whose annotations name a shape gets jaxtyping and beartype, any other function beartype alone.
 jaxtyping's own hook gives everything its bookkeeping of shapes, also the nine functions of ten that name none, and
 checks arguments twice; that took more than half of the suite's time. Of a test's calls of a function the first are
-checked: those that follow in a run of hundreds of steps are the same again, and to check them doubled its time.
+checked: the later ones in a run of hundreds of steps are the same again, and to check them doubled its time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def begin_test() -> None:
 
 
 def install() -> None:
-    """Check what is imported from now on; a second call, as of a program that runs pytest twice, changes nothing."""
+    """Check modules imported from now on; a second call, as of a program that runs pytest twice, changes nothing."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     early = [name for name in PACKAGES if name in sys.modules]
@@ -64,7 +64,7 @@ def decorate(target: Any) -> Any:
             return property(decorate(target.fget), target.fset, target.fdel)
         case FunctionType():
             return _checked(target)
-    return target  # what another decorator made of a function
+    return target  # the product of another decorator
 
 
 def _checked(function: Callable[..., Any]) -> Any:
@@ -111,7 +111,7 @@ def _is_shaped(name: str, names: Mapping[str, Any]) -> bool:
 
 
 def _with_types_at_the_end(tree: ast.Module) -> ast.Module:
-    """Import after everything else what a module imports for its annotations only: the checks look the names up."""
+    """Import last the modules that a module needs for its annotations only: the checks look the names up."""
     blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     body = [node for node in tree.body if node not in blocks]
     return ast.Module([*body, *(inner for block in blocks for inner in block.body)], tree.type_ignores)

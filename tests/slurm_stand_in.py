@@ -64,6 +64,6 @@ class SlurmStandIn:
             return subprocess.Popen(["bash", self.script], env=self._environment, stdout=log, stderr=log)
 
     def read(self, name: str) -> str:
-        """Return the text of a file in the folder: log, asked (of scontrol), tasks; empty where there is none."""
+        """Return the text of a file in the folder: log, asked (of scontrol), tasks; empty if there is none."""
         path = self.folder / name
         return path.read_text(errors="replace") if path.is_file() else ""

@@ -1,4 +1,4 @@
-"""The files of the product and of the scripts, read once by a process, for all tests that look at what is written."""
+"""The files of the product and of the scripts, read once by a process, for all tests that look at the source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test runs with: one torch thread, checked shapes and types, the same arithmetic on every CPU.
+"""The conditions of every test: one torch thread, checked shapes and types, the same arithmetic on every CPU.
 
 A plugin of its own (see conftest.py): pytest-xdist's controller runs no test, and imports none of this.
 """
@@ -79,7 +79,7 @@ def _wide(plain: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Ten
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_the_disk() -> Iterator[None]:
-    """Leave out what only a power cut would need: a tenth of the time of small runs, and more on a busy disk."""
+    """Leave out syncs that only a power cut would need: a tenth of the time of small runs, and more on a busy disk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # a closed or foreign descriptor is an error still
         yield
@@ -106,7 +106,7 @@ STARTING_RUNS = ("evaluation", "plugins", "reward_model")  # folders of tests th
 
 @pytest.fixture(autouse=True)
 def fast_ways_are_tried_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Try the fast ways once for all models of a kind, whatever starts a run."""
+    """Try the fast ways once for all models of a kind, for every start of a run."""
     with tried_once() if request.path.parent.name in STARTING_RUNS else nullcontext():
         yield
 
@@ -127,7 +127,7 @@ def warm_start(warm_process: None) -> Iterator[None]:
 
 @pytest.fixture
 def nothing_stays_registered() -> Iterator[None]:
-    """Forget what a test's plug-ins register: other tests of the same process look at all members."""
+    """Forget the classes that a test's plug-ins register: other tests of the same process look at all members."""
     for package in ("rlhf.algorithms", "rlhf.rewards", "rlhf.suites", "rlhf.guard.alarms"):
         importlib.import_module(package)  # a family that is founded later would not be put back
     families = [family for base in (Choice, Named) for family in base.__subclasses__() if "members" in vars(family)]

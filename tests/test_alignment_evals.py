@@ -1,4 +1,4 @@
-"""The alignment suites on several models, by benchmarks/alignment_evals.py: folders, a comparison, what is missing."""
+"""The alignment suites on several models, by benchmarks/alignment_evals.py: folders, a comparison, missing results."""
 
 from __future__ import annotations
 
@@ -56,4 +56,4 @@ def test_what_is_missing_is_measured_once(tmp_path: Path, capsys: pytest.Capture
     assert json.loads(out.read_text())["models"]["start"] == figures
     assert "| start | 0.000 [" in (text := capsys.readouterr().out) or "| start | 1.000 [" in text
     assert main([*arguments, "--suite", "gsm8k=nowhere"]) == 1
-    assert json.loads(out.read_text())["models"]["start"] == figures  # what could be measured is there
+    assert json.loads(out.read_text())["models"]["start"] == figures  # the results that could be measured are there

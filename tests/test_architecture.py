@@ -1,4 +1,4 @@
-"""Which way imports point, and who may import what; the rows themselves are in pyproject.toml, for import-linter."""
+"""The direction of imports, and their limits; the rows themselves are in pyproject.toml, for import-linter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sources import PRODUCT, ROOT, nodes_in, nodes_of
 
 LINTER = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
 
-# Who may import these; nobody else. The upper half of rlhf meets a reward model as a RewardSource only.
+# The modules that may import these; no others. The upper half of rlhf meets a reward model as a RewardSource only.
 IMPORTERS = {
     "reward_model": {"rlhf.factory", "rlhf.lab.build", "rlhf.cli", "reward_model"},
     "transformers": {
@@ -71,7 +71,7 @@ def imports(nodes: Iterable[ast.AST], module: str, *, package: bool = False) -> 
 
 
 def called(node: ast.Call) -> str:
-    """The last name of what is called."""
+    """The last name of the called function."""
     match node.func:
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return name
@@ -99,7 +99,7 @@ MODULES = modules()
 
 @cache
 def imported() -> dict[str, set[str]]:
-    """What every module imports."""
+    """The imports of every module."""
     packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     return {name: set(imports(nodes_of(path), name, package=name in packages)) for name, path in MODULES.items()}
 
@@ -146,7 +146,7 @@ def test_both_packages_are_read() -> None:
 def test_every_module_has_a_row() -> None:
     named = rows()
     homeless = {name for name in MODULES if not inside(name, named)}
-    # The two roofs stand above and below the rows at once: one names what it exports (importing it on use), no more.
+    # The two roofs stand above and below the rows at once: one names its exports (importing them on use), no more.
     assert homeless <= {"rlhf", "rlhf.lab"}, "give these a row in pyproject.toml's [tool.importlinter]"
     exported = {name for name in imported()["rlhf"] if name.startswith(("rlhf.api", "rlhf.exact"))}
     light = {"__future__.annotations", "importlib", "typing.TYPE_CHECKING", "typing.Any"}
@@ -221,10 +221,10 @@ def passes_on(handler: ast.ExceptHandler) -> bool:
 
 
 def test_errors_are_caught_by_name() -> None:
-    """But a handler that passes on what it caught (to tell other processes first) may catch anything.
+    """But a handler that passes on its error (to tell other processes first) may catch anything.
 
     So may those around the calls of a tracker and of the hub: their HTTP clients have no class of errors in common. So
-    may those around an environment and a tool: what they raise is an answer, counted and told. A child that grades
+    may those around an environment and a tool: their error is an answer, counted and told. A child that grades
     answers with any error of a grader; reading pushed weights, which a server that fails half way answers for. The
     thread of a transfer hands any error of vLLM's over to the one that waits.
     """

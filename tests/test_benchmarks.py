@@ -1,4 +1,4 @@
-"""The benchmarks run, at toy size; how fast is for benchmarks/ to say."""
+"""The benchmarks run, at toy size; their speed is measured in benchmarks/."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_scripts_run_on_a_model_folder(
     module, ours, out = modules[script], modules["peers.ours"], tmp_path / "figures.json"
     jobs = []
 
-    def run_side(python: str, side: str, job: Any, folder: Path) -> dict[str, Any]:  # the peer does what we do
+    def run_side(python: str, side: str, job: Any, folder: Path) -> dict[str, Any]:  # the peer does the same work
         jobs.append((side, job.trainer, job.peer))
         result: dict[str, Any] = ours.run(job, tmp_path / f"run{len(jobs)}")
         return result
@@ -351,7 +351,7 @@ def test_results_of_the_gpu_benchmark_are_a_table(modules: dict[str, ModuleType]
 
 
 class StandInForVllm(ModuleType):
-    """What benchmarks/recorded_decoding.py asks of vLLM: completions of two and of three tokens."""
+    """vLLM's part in benchmarks/recorded_decoding.py: completions of two and of three tokens."""
 
     __version__ = "0.0"
 
@@ -419,7 +419,7 @@ def test_ours_beside_the_plain_way(
 
 
 def test_overoptimization_of_made_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy that is the gold has nothing to over-optimize; one that prizes what the gold hates has."""
+    """A proxy that is the gold has nothing to over-optimize; one that prizes texts hated by the gold has something."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("overoptimization")
     monkeypatch.setattr("overoptimization_laws.RESAMPLES", 100)

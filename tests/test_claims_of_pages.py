@@ -1,4 +1,4 @@
-"""Numbers of README and docs are those of the files of results that they name."""
+"""Numbers of README and docs equal the numbers in the files of results that they name."""
 
 from __future__ import annotations
 

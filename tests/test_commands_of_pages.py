@@ -1,6 +1,6 @@
 """Every fenced command and Python block of README and docs runs, in order, in an empty folder with a fresh HOME.
 
-The folder has what the pages name: a small chat model in models/smollm2-135m-instruct, prompts.jsonl, pairs.jsonl,
+It has the files that the pages name: a small chat model in models/smollm2-135m-instruct, prompts.jsonl, pairs.jsonl,
 demonstrations.jsonl, and the runs that other pages make. A Python block below a line with the name of a file, such as
 `my_rewards.py`:, is that file, for every page. Training commands get the overrides of SHORT, which cut them to one
 step; nothing else is changed. A block after `<!-- not run: reason -->` is not run: of its commands the files, options
@@ -170,7 +170,7 @@ def commands(body: str) -> Iterator[str]:
 
 
 def run_command(command: str, written: set[str]) -> int:
-    """Run one `rlhf` command as it stands, training cut short; `written` collects the folders that it made."""
+    """Run one `rlhf` command unchanged, training cut short; `written` collects the folders that it made."""
     words = shlex.split(command, comments=True)
     assert words[0] == "rlhf", f"only rlhf commands are run: mark the block, or write it otherwise: {command}"
     if ">" in words:

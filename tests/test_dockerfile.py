@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be checked without building: its sources exist and are sent, its commands parse."""
+"""The Dockerfile, checked without building: its sources exist and are sent, its commands parse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages say what the program does: made pages are up to date, commands and settings exist, links lead somewhere."""
+"""The pages agree with the program: made pages are up to date, commands and settings exist, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def named(path: Path) -> str:
 
 
 def offenders(problems: Callable[[Path], Iterable[str]], pages: Sequence[Path] = ()) -> list[str]:
-    """Return what `problems` says of each page, after the page's name."""
+    """Return the answer of `problems` for each page, after the page's name."""
     return [f"{named(page)}: {problem}" for page in pages or PAGES for problem in problems(page)]
 
 
@@ -126,7 +126,7 @@ def filled(word: str) -> str:
 
 
 def check_command(command: str) -> None:
-    """The parser takes it, and where its file is one of ours, the file and the overrides load."""
+    """The parser takes it, and if its file is one of ours, the file and the overrides load."""
     words = [filled(word) for word in shlex.split(command, comments=True)[1:]]
     if PLACEHOLDER.search(words[0]) or words[0].startswith("-"):
         return
@@ -231,7 +231,7 @@ USERS_FILES = {
 TEST_NAME = re.compile(r"(?:::)?(test_\w+)(?:\[[\w-]+\])?")
 ALL_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
 CURRENT_PAGES = [page for page in ALL_PAGES if not re.match(r"\d{3}-", page.name)]
-"""Pages that describe the code as it is: a decision of an earlier day keeps the names of its day."""
+"""Pages that describe the present code: a decision of an earlier day keeps the names of its day."""
 
 SOURCES = {path.name for name in OWN_FOLDERS.split("|") for path in (ROOT / name).rglob("*.py")}
 TESTS = {
@@ -322,7 +322,7 @@ def known_settings() -> dict[str, list[object]]:
 SETTINGS = known_settings()
 TOP = {key for key in SETTINGS if "." not in key}
 PREFIXES = {name.partition("/")[0] for name in METRICS}
-PRICE = "cost/usd"  # for trackers alone: metrics.jsonl is the same whatever a machine costs
+PRICE = "cost/usd"  # for trackers alone: metrics.jsonl is the same at any price of a machine
 
 
 def unknown_settings_and_metrics(page: Path) -> Iterator[str]:
@@ -368,7 +368,7 @@ def value_of(cell: str) -> object:
 
 
 def wrong_defaults(page: Path) -> Iterator[str]:
-    """Where key and default are code spans, the default is that; a column named by a file has that file's value."""
+    """If key and default are code spans, the default is checked; a column named by a file, against the file's value."""
     for header, row in tables(page):
         key = row[0].strip("`")
         if row[0] != f"`{key}`" or not (row[1].startswith("`") and row[1].endswith("`")):

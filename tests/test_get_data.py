@@ -1,4 +1,4 @@
-"""scripts/get_data.py, get_smollm2.py and get_stories260k.py: what they write, and what they refuse."""
+"""scripts/get_data.py, get_smollm2.py and get_stories260k.py: their output, and their refusals."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_the_page_lists_every_data_set_with_its_licence_and_source() -> None:
 
 @pytest.mark.parametrize("name", ["ifeval", "xstest"])
 def test_shared_copies_are_the_sources_files(name: str, shared: Path, tmp_path: Path) -> None:
-    """Where the real files are at hand, they have the checksums that the script expects."""
+    """If the real files are at hand, they have the checksums that the script expects."""
     for path in (shared / "data" / name).iterdir():
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         (tmp_path / path.name.removesuffix(".gz")).write_bytes(content)

@@ -1,4 +1,4 @@
-"""The house rules that a program can check: verbs and names in docstrings, and names that say what they hold."""
+"""The house rules that a program can check: verbs and names in docstrings, and names that describe their values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERBS = frozenset(
     thin time tokenize train turn undo unmask update upload validate wait watch weight whiten wrap write yield zero
     """.split()  # noqa: SIM905
 )
-SAYS_NOTHING = {"found", "held", "said"}  # names for "what I have here"
+SAYS_NOTHING = {"found", "held", "said"}  # names that do not describe a value
 
 
 def first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -129,7 +129,7 @@ def docstrings(nodes: Iterable[ast.AST]) -> list[ast.Constant]:
 
 
 def words_of_code(nodes: Iterable[ast.AST]) -> set[str]:
-    """Every identifier of a file, and every word of its strings but those of docstrings."""
+    """Every identifier of a file, and every word of its strings outside docstrings."""
     documentation = {id(node) for node in docstrings(nodes)}
     words: set[str] = set()
     for node in nodes:

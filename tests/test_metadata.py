@@ -1,4 +1,4 @@
-"""What a package index and a repository's site read: the version, the changelog, the templates for issues."""
+"""Files that a package index and a repository's site read: the version, the changelog, the templates for issues."""
 
 from __future__ import annotations
 

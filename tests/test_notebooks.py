@@ -1,7 +1,7 @@
 """The notebooks run from top to bottom: their code cells, in order, as a script in a folder of its own.
 
 In CI (`.ci/run`), or by `bash scripts/test.sh -m beside`. Trainings are cut to STEPS, and a start from which others
-begin to STEPS_OF_START: every cell runs on what those before it made; what a whole run arrives at is in the outputs.
+begin to STEPS_OF_START: every cell runs on the results of earlier ones; a whole run's results are in the outputs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def code_cells(notebook: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_code_cells_parse_and_were_run_in_order_or_not_at_all(notebook: Path) -> None:
-    """As scripts/run_notebooks.py leaves them: a notebook that was run shows what each of its cells printed."""
+    """As scripts/run_notebooks.py leaves them: a notebook that was run shows the output of each of its cells."""
     compile(code_of(notebook), str(notebook), "exec")
     cells = code_cells(notebook)
     counts = [cell["execution_count"] for cell in cells]

@@ -1,4 +1,4 @@
-"""What a machine may lack: what only POSIX has is used where there is a fallback, extras where they are needed."""
+"""Parts that a machine may lack: POSIX's own are used with a fallback, extras only by the code that needs them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WITH_A_FALLBACK = {
     *(("pool.py", name) for name in ("os.killpg", "signal.SIGKILL", "signal.SIGALRM")),
     *(("process.py", name) for name in ("os.killpg", "signal.SIGKILL")),
 }
-LINUX_ONLY = {"rlhf.runtime.deepspeed"}  # imported only where sharding asks for DeepSpeed
+LINUX_ONLY = {"rlhf.runtime.deepspeed"}  # imported only if sharding asks for DeepSpeed
 OF_AN_EXTRA = {"rlhf.suites.lm_eval", "reward_model.server", "rlhf.factory.reward_service"}
 EXTRAS = ("lm_eval", "fastapi", "starlette", "uvicorn")
 NOT_FOR_COMMANDS = (
@@ -130,7 +130,7 @@ def imports() -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def loaded(imports: subprocess.CompletedProcess[str]) -> list[set[str]]:
-    """What is loaded once the mathematics is imported, once a run's needs are, and once the commands are."""
+    """The modules loaded once the mathematics is imported, once a run's needs are, and once all commands are loaded."""
     assert imports.stdout, imports.stderr
     return [set(line.split()) for line in imports.stdout.splitlines()[:3]]
 
@@ -153,7 +153,7 @@ def test_the_heavy_libraries_exist() -> None:
 
 
 def test_the_commands_import_without_any_extra(loaded: list[set[str]]) -> None:
-    """As after `pip install .`: what serve, track, gguf and the like bring is imported where it is used.
+    """As after `pip install .`: packages of serve, track, gguf and other extras are imported at their use.
 
     So is peft, which is always installed: it takes a seventh of the time that a run takes to start.
     """
@@ -171,7 +171,7 @@ def test_every_module_can_be_imported_without_what_windows_lacks(imports: subpro
 
 
 def posix_only(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names in a file that only POSIX has, and the imports of modules that only POSIX has."""
+    """Yield the names in a file that exist on POSIX only, and its imports of POSIX's own modules."""
     own = {f"{module}.{name}" for module, names in NAMES.items() for name in names.split()}
     last = {name.rpartition(".")[2] for name in own}
     for node in nodes:
@@ -228,7 +228,7 @@ def test_without_proc_memory_is_measured_otherwise(
     measured = memory._peak_resident_mb()
     assert 10 < measured < 100_000  # MB: neither bytes nor gigabytes
     if has_resource:
-        monkeypatch.setattr(memory.sys, "platform", "darwin")  # where the unit is a byte
+        monkeypatch.setattr(memory.sys, "platform", "darwin")  # its unit is a byte
         assert memory._peak_resident_mb() == pytest.approx(measured / 1024, rel=0.01)
 
 
@@ -241,7 +241,7 @@ def test_a_checkpoint_is_flushed_where_folders_cannot_be_opened(
         raise PermissionError(13, "Permission denied", str(path))
 
     def fsync(descriptor: int) -> None:
-        os.write(descriptor, b"")  # which fails on what is open for reading only
+        os.write(descriptor, b"")  # which fails on files that are open for reading only
         flushed.append("file")
 
     monkeypatch.setattr(checkpoint, "IS_WINDOWS", True)

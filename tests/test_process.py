@@ -1,4 +1,4 @@
-"""A launched process ends at once, whatever C++ threads are left; one that is alone ends as Python does.
+"""A launched process ends at once, with C++ threads left or not; one that is alone ends like Python.
 
 A process that waits for its input's end does not outlive the process that started it."""
 

@@ -1,4 +1,4 @@
-"""The suite checks shapes and types: what does not fit is refused where it is passed."""
+"""The suite checks shapes and types: a wrong value is refused at the call that passes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site has every page, builds without a warning and answers ten questions; its tables say what was measured."""
+"""The site has every page, builds without a warning and answers ten questions; its tables have the measured figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOCS = ROOT / "docs"
 
 
 class Loader(yaml.SafeLoader):
-    """Reads mkdocs.yml without importing what its tags name."""
+    """Reads mkdocs.yml without importing the functions that its tags name."""
 
 
 Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
@@ -61,7 +61,7 @@ def test_the_navigation_has_these_parts() -> None:
     assert parts == ["Home", "Get started", "Guides", "Algorithms", "Results", "Reference"]
 
 
-# What a user types into the search, and the pages that answer it.
+# A user's words in the search, and the pages that answer them.
 QUESTIONS: dict[str, list[str]] = {
     "install": ["installing"],
     "use my own data": ["own_model_and_data", "data"],
@@ -143,7 +143,7 @@ WITHOUT_METRICS = {
     "Alarms",
     "Errors",
 }
-"""What shows in timings, in messages and in notes."""
+"""Symptoms in timings, in messages and in notes."""
 
 
 def test_each_symptom_names_metrics_that_exist() -> None:

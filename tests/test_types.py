@@ -1,4 +1,4 @@
-"""What flows keeps its rows together, and refuses shapes that do not belong together."""
+"""The batches of a step keep their rows together, and refuse shapes that do not belong together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of verifiers on a few rows: what is compared, and how it is counted."""
+"""The benchmark of verifiers on a few rows: its comparisons and its counts."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def prompts_of(rows: Sequence[Sequence[int]], *, fill: int = PAD) -> Prompts:
 def completions_of(
     prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], *, fill: int = PAD
 ) -> Completions:
-    """Completions of these ids, finished where they end with EOS; `fill` is under the masks."""
+    """Completions of these ids, finished if they end with EOS; `fill` is under the masks."""
     asked = prompts_of(prompts, fill=fill)
     ids, mask = padded(completions, left=False, fill=fill)
     return Completions(

@@ -1,10 +1,10 @@
 """Start `python -m rlhf …` from a process that has imported everything: a real process, without seconds of imports.
 
-Signals, pipes, exit codes and files need a process of their own, and do not depend on how it has come by its modules. A
+Signals, pipes, exit codes and files need a process of their own, and do not depend on the origin of its modules. A
 waiting process that imported them is forked twice, so that the new process is left to this one, which adopts it as its
-child: whoever calls `subprocess.Popen` gets the process that it would have started, with its own environment, folder
-and files. It works on Linux; elsewhere `Popen` stays as it is. The fixture is `warm_start` in suite_fixtures.py. A test
-of what a new interpreter imports or prints does not use it.
+child: a caller of `subprocess.Popen` gets the process that it would have started, with its own environment, folder
+and files. It works on Linux; elsewhere `Popen` is unchanged. The fixture is `warm_start` in suite_fixtures.py. A test
+of the imports or the output of a new interpreter does not use it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from unittest import mock
 from rlhf.process import silence_libraries
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = ("rlhf", "rlhf.comparison", "job")  # what is started warm, by `python -m`
+MODULES = ("rlhf", "rlhf.comparison", "job")  # the modules that are started warm, by `python -m`
 IMPORTED = ("rlhf.cli", "rlhf.api.training", "rlhf.comparison.trial", "rlhf.factory.reward_model")
 SAVING = "deepspeed"  # transformers imports it, if it is installed, to save a model
 SET_CHILD_SUBREAPER = 36  # of prctl
@@ -60,7 +60,7 @@ class Waiting:
 
 
 class WarmPopen(subprocess.Popen[Any]):
-    """A Popen that starts what can be from the waiting process."""
+    """A Popen that starts processes from the waiting one if possible."""
 
     waiting: Waiting | None = None
 

@@ -12,7 +12,7 @@ def count_good(*, prompts: list[str], completions: list[str], references: list[M
 
 
 def count_words(*, prompts: list[str], completions: list[str], references: list[Mapping[str, Any]]) -> list[float]:
-    """A judge that is not the reward: `good` counts, whatever else there is."""
+    """A judge that is not the reward: `good` counts, beside any other words."""
     return [float(words.count("good")) for words in map(str.split, completions)]
 
 

@@ -1,4 +1,4 @@
-"""Define the options of side_by_side.py and floor.py that say what work is done, and read that work from them."""
+"""Define the options of side_by_side.py and floor.py that describe the work, and read the work from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAIRS = Path(__file__).resolve().parents[3] / "shared" / "data" / "human_pairs" 
 
 
 def add_work_options(parser: argparse.ArgumentParser) -> None:
-    """Add --size, --model and what goes with it, and one option for each of the sizes of a step."""
+    """Add --size, --model and its companions, and one option for each of the sizes of a step."""
     parser.add_argument("--size", choices=sorted(SHAPES), default="tiny", help="shape of a model of random weights")
     parser.add_argument("--model", type=Path, help="folder or GGUF file of a real model, instead of --size")
     parser.add_argument("--pairs", type=Path, default=PAIRS, help="real pairs: JSON lines, gzipped or not")
@@ -29,7 +29,7 @@ def steps_of(options: argparse.Namespace) -> int:
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
-    """Return the sizes of a step: the model's defaults, and what the options say otherwise."""
+    """Return the sizes of a step: the model's defaults, changed by the options."""
     given = {size.name: getattr(options, size.name) for size in fields(Sizes)}
     defaults = Sizes() if options.model is None else REAL_SIZES
     return replace(defaults, **{name: number for name, number in given.items() if number is not None})

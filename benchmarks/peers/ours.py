@@ -119,7 +119,7 @@ def tree_of(job: Job, out: Path) -> Tree:
 
 @dataclass
 class Observations:
-    """What is seen of a run while it goes on."""
+    """The observations of a run while it goes on."""
 
     updates: list[dict[str, float]] = field(default_factory=list)  # loss and gradient norm of every optimizer step
     generated: list[int] = field(default_factory=list)  # tokens of every rollout
@@ -210,7 +210,7 @@ def observed(job: Job) -> Iterator[Observations]:
 
 
 def _give_head(model: ScalarHeadModel, folder: Path) -> None:
-    """Begin with the scalar head of the reward model in `folder`, as the peer does, instead of a new one."""
+    """Begin with the scalar head of the reward model in `folder`, like the peer, instead of a new one."""
     with torch.no_grad():
         model.head.weight.copy_(load_file(folder / "model.safetensors")["score.weight"])
 

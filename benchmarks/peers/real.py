@@ -36,7 +36,7 @@ def make_real_work(
         model: an ordinary folder, a GGUF file, or a folder whose only model file is one.
         pairs: JSON lines, gzipped or not, with prompt, chosen and rejected as text.
         steps: of each trainer.
-        sizes: of each trainer's step. Rows are repeated where there are too few.
+        sizes: of each trainer's step. Rows are repeated if there are too few.
         max_tokens: pairs with a longer side are left out.
 
     Raises:
@@ -76,7 +76,7 @@ def load_model(model: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if gguf is None:
         return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32)
-    # What comes back remembers its quantization and cannot be saved: the weights go into a plain model.
+    # The loaded model remembers its quantization and cannot be saved: the weights go into a plain model.
     settings = quantized.config.to_dict()
     settings.pop("quantization_config", None)
     plain = type(quantized)(type(quantized.config)(**settings))
@@ -109,9 +109,9 @@ def read_rows(path: Path) -> list[Mapping[str, str]]:
 def encode_pairs(
     rows: Iterable[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> Iterator[EncodedPair]:
-    """Render the pairs that both sides read, their prompts by the chat template (as they are where there is none).
+    """Render the pairs that both sides read, their prompts by the chat template (unchanged if there is none).
 
-    Left out: pairs that are too long, and those whose tokens differ where prompt and completion are encoded as one.
+    Left out: pairs that are too long, and pairs whose tokens differ if prompt and completion are encoded as one.
     """
     for row in rows:
         prompt = row["prompt"]
@@ -143,7 +143,7 @@ def replayed_completions(
 def pad_for_peer(tokenizer: PreTrainedTokenizerBase, rows: list[EncodedPair]) -> str | None:
     """Choose a token for the peer to pad with, which tells padding by its id; None if the tokenizer's own can serve.
 
-    Where the pad token is the EOS, its PPO would not see the ends of the prompt's turns, and its reward model would
+    If the pad token is the EOS, its PPO would not see the ends of the prompt's turns, and its reward model would
     read a token too early.
     """
     used = set(chain.from_iterable(chain(row.prompt, row.chosen, row.rejected) for row in rows))

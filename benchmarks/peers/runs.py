@@ -1,4 +1,4 @@
-"""Start one side's job in a process of its own and read what it result."""
+"""Start one side's job in a process of its own and read its result."""
 
 from __future__ import annotations
 

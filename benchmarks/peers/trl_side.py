@@ -9,7 +9,7 @@ Job.peer chooses TRL's settings. The number of rows in an optimizer step is alwa
     fastest   activations are kept, all rows of an optimizer step in one pass
 
 PPO takes the rows of a minibatch in one pass in all three, because its optimizer would step once per epoch otherwise,
-and its loop ignores gradient checkpointing unless the models are told directly, as "memory" does. Rows and minibatches
+and its loop ignores gradient checkpointing unless the models are told directly, as in "memory". Rows and minibatches
 come in the order of the files.
 """
 
@@ -114,7 +114,7 @@ class Generation:
         sequences = torch.cat([prompts, torch.tensor(rows, device=prompts.device)], dim=1)
         if isinstance(output, torch.Tensor):
             return sequences
-        # PPO reads the log-probabilities of what it sampled from the scores of the sampling.
+        # PPO reads the log-probabilities of its samples from the scores of the sampling.
         mask = torch.cat([mask, torch.ones_like(sequences[:, prompts.shape[1] :])], dim=1).long()
         places = (mask.cumsum(dim=1) - 1).clamp(min=0)
         logits = [
@@ -157,12 +157,12 @@ def passes_of(job: Job) -> int:
 
 
 def checkpointing(job: Job) -> dict[str, bool]:
-    """Return the setting of gradient checkpointing; empty where TRL's default stays."""
+    """Return the setting of gradient checkpointing; empty if TRL's default stays."""
     return {} if job.peer == "defaults" else {"gradient_checkpointing": job.peer == "memory"}
 
 
 def adapters(job: Job, task: str = "CAUSAL_LM") -> dict[str, Any]:
-    """Return the adapters as TRL takes them; nothing where all weights are trained."""
+    """Return the adapters as TRL takes them; nothing if all weights are trained."""
     if job.lora is None:
         return {}
     from peft import LoraConfig
@@ -172,7 +172,7 @@ def adapters(job: Job, task: str = "CAUSAL_LM") -> dict[str, Any]:
 
 
 def trainer_of(job: Job, out: str) -> Any:
-    """Build the trainer with its data and models as `job` says."""
+    """Build the trainer with its data and models by the settings of `job`."""
     folder, sizes, passes = Path(job.folder), job.sizes, passes_of(job)
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy", padding_side="left")
     tokenizer.pad_token = Workload.read(folder).peer_pad or tokenizer.pad_token
@@ -251,7 +251,7 @@ def trainer_of(job: Job, out: str) -> Any:
 
 
 def ppo_trainer(job: Job, common: dict[str, Any], tokenizer: Any, model: Any, judge: Any, prompts: Any) -> Any:
-    """Build the PPO trainer, which trl 1.12.0 had last."""
+    """Build the PPO trainer, which trl has up to 1.12.0."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     sizes = job.sizes

@@ -1,4 +1,4 @@
-"""The work: what both sides train, from which rows, and the sizes of each trainer's step. Needs no rlhf."""
+"""The work: the models of both sides, their rows, and the sizes of each trainer's step. Needs no rlhf."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 MICRO_BATCH = 16  # rows in a pass of ours by default, and of the peer's with its memory flags
 PEER_BATCH = 8  # rows in a pass of the peer by default (per_device_train_batch_size)
 PEER_SETTINGS = ("defaults", "memory", "fastest")
-ADAPTED = ("sft", "reward", "dpo", "dpo_cached", "grpo")  # what --lora compares
+ADAPTED = ("sft", "reward", "dpo", "dpo_cached", "grpo")  # the trainers that --lora compares
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one step is made of."""
+    """The sizes of one step."""
 
     rows: int = 32  # of SFT; pairs of DPO and the reward model
     prompts: int = 8  # of GRPO and RLOO
@@ -63,7 +63,7 @@ REAL_SIZES = Sizes(rows=16, prompts=8, group=8, ppo_prompts=16, ppo_epochs=2, pp
 
 @dataclass(frozen=True)
 class Workload:
-    """What decides how much arithmetic the rows ask of the model: mean numbers of tokens, and sizes of the weights."""
+    """The figures that decide the arithmetic of the rows: mean numbers of tokens, and sizes of the weights."""
 
     width: int  # of the hidden states
     inner: int  # of the MLP
@@ -96,11 +96,11 @@ class Job:
     device: str = "cpu"
     threads: int = 2
     sizes: Sizes = Sizes()
-    whole: bool = False  # our passes have all rows of an optimizer step, as TRL's do, instead of our default's 16
+    whole: bool = False  # our passes have all rows of an optimizer step, like TRL's, instead of our default's 16
     peer: str = "defaults"  # the settings of the peer, one of PEER_SETTINGS; trl_side.py says what each sets
     replay: bool = True  # the first step learns from written completions instead of the sampled ones (online)
     lora: int | None = None  # rank of the adapters on every linear layer; None: all weights are trained
-    clock: str = "wall"  # or cpu: the processor time of the process, where other programs take their turns
+    clock: str = "wall"  # or cpu: the processor time of the process, if other programs take their turns
     overrides: dict[str, Any] = field(default_factory=dict)  # of our configuration
 
     def now(self) -> float:
@@ -166,7 +166,7 @@ def synthetic_workload(shape: str) -> Workload:
 
 
 def make_work(folder: Path, shape: str, steps: int, sizes: Sizes) -> Workload:
-    """Make a model of random weights and random rows in `folder`: policy/, reward/ and what `write_rows` writes."""
+    """Make a model of random weights and random rows in `folder`: policy/, reward/ and the files of `write_rows`."""
     config = llama_config(shape)
     vocabulary = config.vocab_size
     tokenizer = _tokenizer(vocabulary)

@@ -155,7 +155,7 @@ def rollout(
 
 
 def tokens(ratio: Tensor, advantages: Tensor, **given: Any) -> Tokens:
-    """What a loss of these tokens is given, all of them live; coefficients as in COEFS."""
+    """The inputs of a loss of these tokens, all of them live; coefficients as in COEFS."""
     zeros = torch.zeros_like(ratio.detach())
     others = {
         "logprobs": zeros,
@@ -172,7 +172,7 @@ def experience(algorithm: Online, **how: Any) -> Experience:
 
 
 def outputs(batch: Rollout, *, seed: int = 1, spread: float = 0.3) -> Outputs:
-    """What trained models, some updates later, could say of `batch`: leaves that require a gradient."""
+    """Possible outputs of trained models for `batch`, some updates later: leaves that require a gradient."""
     generator = torch.Generator().manual_seed(seed)
 
     def near(tensor: Tensor) -> Tensor:

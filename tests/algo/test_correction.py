@@ -18,7 +18,7 @@ from rlhf.exact.world import World, enumerate_world, random_scores, random_table
 
 WORLD = enumerate_world(prompts=2, vocabulary=3, horizon=4)
 DOCS = Path(__file__).parents[2] / "docs" / "vllm.md"
-CHANGES = (0.1, 0.3, 1.0)  # standard deviation of what is added to the sampler's logits
+CHANGES = (0.1, 0.3, 1.0)  # standard deviation of the noise in the sampler's logits
 NAMES = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 

@@ -1,4 +1,4 @@
-"""The Lagrange multiplier: its step and its combination by hand, its bounds, and what the configuration refuses."""
+"""The Lagrange multiplier: its step and its combination by hand, its bounds, and refusals of the configuration."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_combination_by_hand() -> None:
 
 @given(st.floats(0.001, 20.0))
 def test_a_cost_that_is_the_negative_score_changes_nothing(multiplier: float) -> None:
-    """(s + λ s) / (1 + λ) = s: the scale of what is trained on does not grow with the multiplier."""
+    """(s + λ s) / (1 + λ) = s: the scale of the training score does not grow with the multiplier."""
     scores = table([0.3, -1.0, 2.0])[0]
     close(Lagrange().combine(scores, -scores, multiplier), scores)
 

@@ -1,4 +1,4 @@
-"""Masked statistics: by hand, and what must hold for any numbers."""
+"""Masked statistics: by hand, and properties that hold for any numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running moments of scores: by hand, and equal to those of all values together."""
+"""Running moments of scores: by hand, and equal to the moments of all values together."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def total_loss(objective: Objective, batch, model_outputs: Outputs, *, size: int
 
 
 def gradients(loss: torch.Tensor, model_outputs: Outputs) -> list[torch.Tensor]:
-    """With respect to everything the models said."""
+    """With respect to all outputs of the models."""
     slopes = torch.autograd.grad(
         loss,
         [model_outputs.logprobs, model_outputs.entropy, model_outputs.values],
@@ -61,7 +61,7 @@ def gradients(loss: torch.Tensor, model_outputs: Outputs) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_completions_of_an_older_policy_are_weighted_token_by_token(name):
-    """d loss / d logprob of each token is that of an on-policy token times min(pi_old / pi_sampler, cap)."""
+    """d loss / d logprob of each token equals an on-policy token's times min(pi_old / pi_sampler, cap)."""
     algorithm = online(**ALGORITHMS[name])
     here = rollout(seed=3)
     gap = torch.linspace(-1.0, 1.0, here.logprobs.numel(), dtype=here.logprobs.dtype).view_as(here.logprobs)

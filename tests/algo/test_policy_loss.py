@@ -1,4 +1,4 @@
-"""The surrogates: values by hand, where the gradient stops, and how tokens are weighted."""
+"""The surrogates: values by hand, points at which the gradient stops, and weights of tokens."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_cases_of_the_clip(ratio, advantage, loss, gradient):
     [
         (2.5, -2.0, 5.0, 2.0),  # below the dual clip
         (4.0, -2.0, 6.0, 0.0),  # bad and far more likely: bounded by c * |A|
-        (0.5, -2.0, 1.6, 0.0),  # as without it
+        (0.5, -2.0, 1.6, 0.0),  # the same without it
         (4.0, 2.0, -2.6, 0.0),  # a positive advantage is not touched
         (0.5, 2.0, -1.0, -2.0),
         (1.1, 2.0, -2.2, -2.0),

@@ -124,7 +124,7 @@ def test_orpo_at_probability_one_is_finite_and_so_is_its_gradient():
     loss.backward()
     assert math.isfinite(loss.item())
     assert chosen.grad is not None
-    close(chosen.grad, [-1.0])  # that of the likelihood
+    close(chosen.grad, [-1.0])  # the likelihood's
 
 
 # KTO against its definition

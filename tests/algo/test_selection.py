@@ -1,4 +1,4 @@
-"""Choosing what to learn from: the best completions of a prompt, or its best and its worst; ties; what is left."""
+"""Choosing rows to learn from: the best completions of a prompt, or its best and its worst; ties; the rest."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_pairs_with_a_narrow_gap_are_left_out(min_gap: float, best: list[int], w
 
 
 def test_the_least_gap_reaches_the_pairs_and_the_loss_mask() -> None:
-    """One setting decides what is paired, what has an advantage and what the metrics count."""
+    """One setting decides about the pairs, the advantages and the counts of the metrics."""
     batch = rollout(groups=4, group_size=3)
     gaps = batch.scores.view(-1, 3).amax(1) - batch.scores.view(-1, 3).amin(1)
     middle = float(gaps.sort().values[1:3].mean())

@@ -1,4 +1,4 @@
-"""Truncated sampling: which tokens are left, and that log-probabilities among them give the exact gradient."""
+"""Truncated sampling: the tokens that are left, and log-probabilities among them, which give the exact gradient."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_log_probabilities_among_those_left() -> None:
 
 
 def gradients(limits: SamplingLimits) -> tuple[Tensor, Tensor, Tensor, float]:
-    """The gradient of E_{pi_S}[score], what the trainer expects with and without the supports, and the mean ratio."""
+    """The gradient of E_{pi_S}[score], the trainer's expected one with and without the supports, and the mean ratio."""
     table, scores = random_table(WORLD, 1), random_scores(WORLD, 2)
     flat = table.flatten(0, 1)
     packed = pack(limits.support(flat.exp()))
@@ -88,7 +88,7 @@ def test_the_gradient_among_those_left_is_exact_and_that_among_all_is_not(limits
     exact, corrected, plain, ratio = gradients(limits)
     torch.testing.assert_close(corrected, exact, rtol=0, atol=1e-14)
     assert (plain - exact).norm() > 0.05 * exact.norm()
-    assert ratio < 0.95  # what pi / pi_S would be at the first update
+    assert ratio < 0.95  # pi / pi_S at the first update
 
 
 def test_without_limits_both_are_the_same() -> None:

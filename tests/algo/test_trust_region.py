@@ -1,4 +1,4 @@
-"""Conjugate gradients against a direct solver, the softmax's Fisher matrix, and what a line search accepts."""
+"""Conjugate gradients against a direct solver, the softmax's Fisher matrix, the steps that a line search accepts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf.algo.trust_region import (
 )
 from rlhf.algorithms.trust_region import TrustRegionLoss
 
-# torch scripts its rules for forward-mode differentiation, at their first use, with what it has deprecated itself.
+# torch scripts its rules for forward-mode differentiation, at their first use, with functions that it deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 SIZE = 12

@@ -1,4 +1,4 @@
-"""The critic's loss by hand, where its gradient stops, and explained variance."""
+"""The critic's loss by hand, points at which its gradient stops, and explained variance."""
 
 from __future__ import annotations
 

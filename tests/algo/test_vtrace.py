@@ -14,7 +14,7 @@ SETTINGS = {"gamma": 1.0, "gae_lambda": 1.0, "rho_cap": 1.0, "trace_cap": 1.0}
 
 
 def test_two_tokens_by_hand() -> None:
-    """Ratios 2 and 1/2, both capped at 1 where above it.
+    """Ratios 2 and 1/2, both capped at 1.
 
     t=2: δ = 3 - 1 = 2, ρ = 1/2: v = 1 + 1 = 2, A = 1.      t=1: δ = 0 + 1 - 2 = -1, ρ = c = 1:
     v = 2 - 1 + (2 - 1) = 2, A = -1 + 1 = 0.
@@ -48,7 +48,7 @@ def test_on_policy_it_is_gae(gae_lambda: float) -> None:
 
 
 def test_without_caps_the_targets_are_the_values_of_the_policy() -> None:
-    """E_mu[v_1] = V_pi of the start, whatever the critic says, by enumeration (Espeholt et al. 2018, sec. 4.1)."""
+    """E_mu[v_1] = V_pi of the start, for any critic, by enumeration (Espeholt et al. 2018, sec. 4.1)."""
     world = enumerate_world(prompts=1)
     policy, behavior = random_table(world, 1), random_table(world, 2)
     scores, rows = random_scores(world, 3), world.all_rows()

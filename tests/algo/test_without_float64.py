@@ -21,7 +21,7 @@ from rlhf.training.offline import sum_logprobs
 
 
 class RefuseFloat64(TorchDispatchMode):
-    """Fails where a float64 tensor is made."""
+    """Fails if a float64 tensor is made."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""rlhf.check: right losses and advantages pass, and of wrong ones it says what is wrong."""
+"""rlhf.check: right losses and advantages pass, and the errors of wrong ones are named."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_pairs_that_have_their_margin_already_rest() -> None:
 
 
 class Compared(PairLoss):
-    """The logistic loss, of which each wrong loss changes one thing; its type has no default: it joins no family."""
+    """The logistic loss; each wrong loss changes one part of it. Its type has no default: it joins no family."""
 
     def per_pair(self, chosen: Side, rejected: Side) -> Tensor:
         return -torch.nn.functional.logsigmoid(chosen.log_ratios - rejected.log_ratios)

@@ -1,4 +1,4 @@
-"""rlhf.compare: arms from Python objects, and what their processes cannot have."""
+"""rlhf.compare: arms from Python objects, and objects that cannot go to their processes."""
 
 from __future__ import annotations
 

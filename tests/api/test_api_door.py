@@ -1,4 +1,4 @@
-"""What a user types first in Python: names, shorthands, sections, the results of other runs."""
+"""A user's first lines in Python: names, shorthands, sections, the results of other runs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def rlhf_timings(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_types_of_keywords_are_those_of_the_configuration() -> None:
-    """The file is what its generator writes: run scripts/make_keywords.py after a change of the configuration."""
+    """The file equals its generator's output: run scripts/make_keywords.py after a change of the configuration."""
     path = ROOT / "scripts" / "make_keywords.py"
     spec = importlib.util.spec_from_file_location("make_keywords", path)
     assert spec is not None

@@ -431,7 +431,7 @@ def test_arguments_that_would_be_left_aside_are_refused(model: str, tmp_path: Pa
 
 
 def test_a_run_samples_with_a_correction_of_its_plugin(model: str, tmp_path: Path) -> None:
-    """The settings of a run are read where nothing has imported its plug-ins yet."""
+    """The settings of a run are read also if nothing has imported its plug-ins yet."""
     (tmp_path / "own_correction.py").write_text(
         "from typing import Literal\n\nfrom rlhf.algorithms.correction import TokenTruncate\n\n\n"
         'class Own(TokenTruncate):\n    """Its own."""\n\n    type: Literal[\'own_of_test\'] = \'own_of_test\'\n'

@@ -1,4 +1,4 @@
-"""The command line: what works, and what a user's mistake looks like (exit code 2, one plain message, no traceback)."""
+"""The command line: right commands, and a user's mistakes (exit code 2, one plain message, no traceback)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GOOD_ROWS = [{"prompt": f"{color} one", "completion": " good"} for color in ("re
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()  # what making the models printed
+    capsys.readouterr()  # the output of making the models
     assert main(list(arguments)) == 2
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err

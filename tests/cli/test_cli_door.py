@@ -15,7 +15,7 @@ from rlhf.commands.quickstart import next_steps
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the parser prints on standard error when it refuses the arguments."""
+    """The parser's output on standard error when it refuses the arguments."""
     with pytest.raises(SystemExit) as exit_:
         parse(arguments)
     assert exit_.value.code == 2

@@ -1,4 +1,4 @@
-"""rlhf launch: what its scripts ask for, that shells and YAML readers take them, and what it refuses."""
+"""rlhf launch: the requests of its scripts, that shells and YAML readers take them, and its refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def printed(capsys: pytest.CaptureFixture[str], command: str, *more: str) -> str:
-    """What `rlhf launch …` prints, where it succeeds."""
+    """The output of `rlhf launch …`, if it succeeds."""
     code = main(["launch", *shlex.split(command), *more])
     shown = capsys.readouterr()
     assert (code, shown.err) == (0, "")
@@ -36,7 +36,7 @@ def printed(capsys: pytest.CaptureFixture[str], command: str, *more: str) -> str
 
 
 def refused(capsys: pytest.CaptureFixture[str], command: str) -> str:
-    """The message of `rlhf launch …`, where it is refused."""
+    """The message of `rlhf launch …`, if it is refused."""
     assert main(["launch", *shlex.split(command)]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

@@ -73,7 +73,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pushed(hub: HubStandIn, run: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
-    """The exit code of `rlhf push` to a stand-in, which is found as another hub is: by HF_ENDPOINT."""
+    """The exit code of `rlhf push` to a stand-in, which is found like another hub: by HF_ENDPOINT."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
     return main(["push", str(run), "owner/tiny", *options])
 
@@ -202,7 +202,7 @@ def test_a_hub_that_refuses_or_is_away_is_told_in_plain_words(
 
 
 def keep_best(run: Path, step: int) -> Path:
-    """Keep a best checkpoint in a run folder, as a run does."""
+    """Keep a best checkpoint in a run folder, like a run."""
     folder = run / "best" / f"step-{step:06d}"
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
@@ -229,7 +229,7 @@ def test_the_best_checkpoint_is_pushed_with_what_was_measured_up_to_it(
     assert "| steps | 20 |" in card
     assert "| `eval/score` | 0.53 | 0.91 | score |" in card
     assert "from step 20, chosen by the best score of 128 held-out rows" in card
-    assert "win rate" not in card  # eval.json of the run is that of its own model
+    assert "win rate" not in card  # eval.json of the run is its own model's
 
 
 def test_a_run_without_a_model_or_a_wrong_name_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""rlhf eval --suite: every suite from the command line, what it writes, and what a user's mistake looks like."""
+"""rlhf eval --suite: every suite from the command line, its output, and the answer to a user's mistake."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ for arguments in json.load(sys.stdin):
     imported = [name for name in {SLOW} if name in set(sys.modules) - before]
     print(json.dumps([out.getvalue(), err.getvalue(), " ".join(["code", str(code), "imported", *imported])]))
 """
-Ending = tuple[str, str, str]  # a command's output, its errors, and what became of it
+Ending = tuple[str, str, str]  # a command's output, its errors, and its outcome
 
 
 def run_all(commands: Sequence[Sequence[str]], folder: Path = ROOT) -> list[Ending]:

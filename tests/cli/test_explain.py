@@ -1,4 +1,4 @@
-"""rlhf config --explain: what a key means."""
+"""rlhf config --explain: the meaning of a key."""
 
 from __future__ import annotations
 

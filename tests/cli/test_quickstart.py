@@ -1,4 +1,4 @@
-"""The whole pipeline: in small that its stages fit together, in full (slow) that it shows what the README says."""
+"""The whole pipeline: in small that its stages fit together, in full (slow) that it has the results of the README."""
 
 from __future__ import annotations
 

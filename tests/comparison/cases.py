@@ -95,5 +95,5 @@ def at_once(cell: Cell, place: int) -> Ended:
 
 
 def compared(tree: dict[str, Any]) -> bool:
-    """The whole comparison in this process; False where it was interrupted."""
+    """The whole comparison in this process; False if it was interrupted."""
     return run_compare(compare_config(tree), beside=Path(), start=at_once)

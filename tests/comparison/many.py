@@ -1,4 +1,4 @@
-"""A comparison of many arms that nobody ran: made-up judgments and curves, of the form that real ones have."""
+"""A comparison of many arms that nobody ran: made-up judgments and curves, in the form of real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arms that bring their own sizes over a PPO base; what arms that learn from a choice of their samples cost."""
+"""Arms that bring their own sizes over a PPO base; the cost of arms that learn from a choice of their samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page claims no more than was measured: what is best, of how many seeds, against whom, on which prompts."""
+"""The page claims no more than was measured: the best arm, the number of seeds, the opponents, the prompts."""
 
 from __future__ import annotations
 

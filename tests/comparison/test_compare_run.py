@@ -191,7 +191,7 @@ def test_an_interrupted_comparison_continues_to_the_same_end(
     def interrupted(self: CostTracker, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
         spend(self, step, metrics, tokens=tokens, seconds=seconds)
         if step == 3 and killed:
-            raise KeyboardInterrupt  # the newest checkpoint is then that of step 2
+            raise KeyboardInterrupt  # the newest checkpoint is then of step 2
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -234,7 +234,7 @@ def test_costs_add_and_are_read_back() -> None:
 
 
 def test_judging_uses_the_same_random_numbers_for_every_arm(tmp_path: Path) -> None:
-    """An arm that has learned nothing writes what the start model writes, prompt by prompt, and gains nothing."""
+    """An arm that has learned nothing writes the start model's answers, prompt by prompt, and gains nothing."""
     still = {"policy": {"lr": 1e-30}}
     tree = compare_tree(tmp_path, arms={**ONLY_PPO, "ppo": still}, budget={"completions": 16}, evaluations=1)
     assert compared(tree)

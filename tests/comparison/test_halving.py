@@ -1,4 +1,4 @@
-"""Successive halving by hand: sizes, shares, who goes on and who wins; and the draws of the trials."""
+"""Successive halving by hand: sizes, shares, survivors and the winner; and the draws of the trials."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_default_goes_on_and_so_do_the_best_of_the_others() -> None:
     assert promote({0: -9.0, 1: 1.0, 2: 3.0, 3: 2.0}, 2) == [0, 2]
     assert promote({0: -9.0, 1: 1.0, 2: 3.0, 3: 2.0}, 3) == [0, 2, 3]
     assert promote({0: 0.0, 1: 1.0, 2: 1.0, 3: 1.0}, 2) == [0, 1]  # of equals the earlier
-    assert promote({0: None, 1: 1.0, 2: None, 3: 2.0}, 3) == [1, 3]  # what failed goes no further
+    assert promote({0: None, 1: 1.0, 2: None, 3: 2.0}, 3) == [1, 3]  # a failed trial goes no further
     assert promote({0: None, 1: None}, 1) == []
 
 
@@ -77,7 +77,7 @@ def test_values_by_hand() -> None:
     assert value_at(Range(low=0.0, high=4.0, scale="linear"), 0.5, 0.25) == 1.0
     assert [value_at(Factor(factor=10), 3e-4, u) for u in (0.0, 0.5, 0.75)] == [3e-5, 3e-4, 9.487e-4]
     assert [value_at(Choices(choices=["a", None, 2]), "a", u) for u in (0.0, 0.5, 0.99)] == ["a", None, 2]
-    assert value_at(Range(low=1, high=8, scale="linear"), 2, 0.5) == 4  # whole where the arm's own is whole
+    assert value_at(Range(low=1, high=8, scale="linear"), 2, 0.5) == 4  # whole if the arm's own is whole
     assert value_at(Factor(factor=8), 2, 0.0) == 1  # a count does not become 0
     assert isinstance(value_at(Range(low=1, high=8, scale="linear"), 2, 0.3), int)
 

@@ -53,7 +53,7 @@ def in_processes(tree: dict[str, Any], console: Console | None = None) -> bool:
 
 
 def timeless(tree: Any) -> Any:
-    """Leave out what a clock or the memory's gauge measured, and the folder."""
+    """Leave out the figures of a clock or of the memory's gauge, and the folder."""
     if isinstance(tree, dict):
         measured = ("seconds", "peak_memory_mb", "folder")
         return {key: timeless(value) for key, value in tree.items() if key not in measured}
@@ -66,7 +66,7 @@ def results_of(folder: Path) -> Any:
 
 @pytest.mark.usefixtures("warm_start")
 def test_two_at_once_give_what_one_after_another_gives(tmp_path: Path) -> None:
-    """One arm is broken in both; every other byte that is judged is the same."""
+    """One arm is broken in both; every other judged byte is the same."""
     arms = {"dpo": None, "best_of_n": None, "bad": failing_arm(tmp_path)}
     tree = compare_tree(tmp_path, seeds=[0], arms=arms, budget={"completions": 32}, evaluations=1)
     alone = tree | {"out_dir": str(tmp_path / "alone")}

@@ -1,4 +1,4 @@
-"""Cells in several processes: the whole path from the command to results.json, and what a failure says."""
+"""Cells in several processes: the whole path from the command to results.json, and the message of a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison draws, and its page with many arms."""
+"""The charts of a comparison, and its page with many arms."""
 
 from __future__ import annotations
 

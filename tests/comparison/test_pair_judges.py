@@ -1,4 +1,4 @@
-"""Judges of pairs in a comparison: both orders, win rates by hand, what is judged once, and early mistakes."""
+"""Judges of pairs in a comparison: both orders, win rates by hand, verdicts that are kept, and early mistakes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_judge_with_a_position_bias_shows(judge_file: Path, tokenizer: PreTrai
 
 
 def test_scores_decide(judge_file: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A source of scores sees the prompt and the answer as text, whatever the lengths."""
+    """A source of scores sees the prompt and the answer as text, at any length."""
     seen: list[tuple[list[str], list[str]]] = []
 
     def source(completions: Completions) -> Scores:
@@ -233,7 +233,7 @@ def test_a_comparison_with_a_judge_of_pairs(tmp_path: Path, judge_file: Path) ->
     file = folder / "grpo" / "seed-0" / "evals" / "pairs.json"
     content = json.loads(file.read_text(encoding="utf-8"))
     del content["figures"]["over_start"]
-    file.write_text(json.dumps(content), encoding="utf-8")  # as the judge leaves it that stops answering
+    file.write_text(json.dumps(content), encoding="utf-8")  # the state after the judge stops answering
     rebuilt, _ = rebuild_comparison(str(folder))
     table = next(table for table in suite_tables(rebuilt) if table.title == "pairs")
     row = next(row for row in table.rows if row[0] == "grpo")

@@ -1,4 +1,4 @@
-"""A comparison's cells: budgets become lengths, arms differ only where they say, mistakes are named at once."""
+"""A comparison's cells: budgets become lengths, arms differ only in their own settings, mistakes are named at once."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_the_lab_comparisons_are_valid(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_arm_of_the_ablation_changes_one_thing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A setting, or the same one of policy and critic, or the two sides of the clip, or what belongs to the KL."""
+    """A setting, or the same one of policy and critic, or the two sides of the clip, or the settings of the KL."""
     plan = plan_of_the_lab("ablate_ppo.yaml", monkeypatch)
     changed: dict[str, set[str]] = {}
     for arm in plan.config.arms:
@@ -256,7 +256,7 @@ def test_an_empty_section_of_a_comparison_sets_nothing(tmp_path: Path) -> None:
 
 
 def test_the_settings_of_the_last_arm_are_checked_too(tmp_path: Path) -> None:
-    """With two seeds as with one: the cells that are looked at are those of every arm."""
+    """With two seeds as with one: the cells of every arm are looked at."""
     tree = compare_tree(tmp_path)
     tree["arms"] = {"ppo": tree["arms"]["ppo"], "grpo": {**tree["arms"]["grpo"], "guard": {"on_alarm": "stop"}}}
     with pytest.raises(ConfigError, match=r"arms.grpo: an alarm that stops a run"):

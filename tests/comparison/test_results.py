@@ -1,4 +1,4 @@
-"""What a comparison writes: results.json and its schema, results.parquet, words, and the page in a browser."""
+"""The output of a comparison: results.json and its schema, results.parquet, words, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_was_written_is_read_back(folder: Path, typed: ComparisonResults, t
 
 
 def test_the_order_of_keys_is_that_of_schema_1(typed: ComparisonResults, results: dict[str, Any]) -> None:
-    """Costs are in the order of costs.jsonl, and before the first step, which has no line there, in that of Costs."""
+    """Costs are in the order of costs.jsonl, and before the first step, which has no line there, in Costs' order."""
     before, after = (list(row)[-6:] for row in results["evaluations"][:2])
     assert before == ["completions", "generated_tokens", "trained_tokens", "flops", "seconds", "tokens"]
     assert after == sorted(before)
@@ -233,7 +233,7 @@ def test_bands_and_marks_by_hand(typed: ComparisonResults) -> None:
     gaming = replace(typed, evaluations=tuple(rows), budget=budget, prompts=100, arms={"a": arm})
     assert reward_hacking_points(gaming, "a") == [(3.0, 1.0)]  # 1.9 is within two standard errors (0.2) of 2.0
     of_three = replace(gaming, arms={"a": replace(arm, eval_prompts=3)})
-    assert reward_hacking_points(of_three, "a") == []  # and 1.0 within those of three prompts (1.15)
+    assert reward_hacking_points(of_three, "a") == []  # and 1.0 within two of three prompts' (1.15)
     drawn = styles([f"a{i}" for i in range(9)])
     assert drawn["a0"].role == drawn["a8"].role == "s1"
     assert drawn["a0"].dash != drawn["a8"].dash
@@ -327,7 +327,7 @@ def test_control_c_stops_the_command_and_its_cells_which_save(
 
 @pytest.mark.usefixtures("warm_start")
 def test_the_command_runs_cells_in_processes_of_their_own(tmp_path: Path) -> None:
-    """One arm fails inside its process, the other finishes; the command is done, and says which."""
+    """One arm fails inside its process, the other finishes; the command ends, and names the failed one."""
     arms = {"grpo": None, "dpo": None, "best_of_n": None, "bad": failing_arm(tmp_path)}
     tree = compare_tree(tmp_path, seeds=[0], arms=arms)
     tree["arms"] = {name: arm for name, arm in tree["arms"].items() if arm is not None}

@@ -139,7 +139,7 @@ def test_a_finished_comparison_measures_nothing_again(folder: Path, capsys: pyte
 
 
 def files_of(folder: Path) -> dict[str, int]:
-    """Everything that a comparison wrote for its cells, with the time at which it did."""
+    """Everything that a comparison wrote for its cells, with the time of writing."""
     files = [path for path in folder.glob("*/*/**/*") if path.is_file()]
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in files}
 
@@ -235,7 +235,7 @@ def test_a_figure_that_does_not_exist_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_task_of_lm_eval_judges_the_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name has a colon, which no other suite's has; the task itself is run by a stand-in for the extra."""
+    """Only its name has a colon; the task itself is run by a stand-in for the extra."""
     asked: list[tuple[str, int | None]] = []
 
     def run_task(suite: HarnessSuite, subject: Subject, task: str) -> SuiteResult:

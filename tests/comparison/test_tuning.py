@@ -204,7 +204,7 @@ def test_a_trial_that_diverges_is_a_counted_loss(tmp_path: Path, monkeypatch: py
     folder = tmp_path / "compare"
     trials = tuning_of(folder)["arms"]["dpo"]["trials"]
     assert (trials[1]["scores"], trials[1]["error"]) == ([None], "a NaN or Inf in the loss")
-    assert trials[1]["costs"]["completions"] == 16  # what it spent is counted
+    assert trials[1]["costs"]["completions"] == 16  # its spending is counted
     assert [len(trials[number]["scores"]) for number in (0, 2)] == [2, 2]
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "failed and counts as a loss: a NaN or Inf in the loss" in page

@@ -1,4 +1,4 @@
-"""The configuration is closed, typed, and says what to do."""
+"""The configuration is closed, typed, and names the cure of a mistake."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_mistake_in_a_reward_source_is_named_without_its_type(override: str, m
 
 
 def test_exponents_without_a_dot_are_numbers() -> None:
-    assert yaml.safe_load("1e-6") == "1e-6"  # what PyYAML makes of it
+    assert yaml.safe_load("1e-6") == "1e-6"  # PyYAML's reading of it
     config = train_config(merge(base(), parse_overrides(["policy.lr=1e-6"])))
     assert config.policy.lr == 1e-6
     assert parse_yaml("[1e-3, -2E+5, 1e3x, '1e3', e3]") == [1e-3, -2e5, "1e3x", "1e3", "e3"]
@@ -261,7 +261,7 @@ SIZED = {"a2c": 1, "reinforce": 1, "remax": 1, "online_dpo": 2, "rejection_sampl
 
 @pytest.mark.parametrize("name", SIZED)
 def test_a_preset_brings_its_sizes_where_it_is_named(name: str, tmp_path: Path) -> None:
-    """Over the defaults; over a file of another preset from the command line; under what is named beside it."""
+    """Over the defaults; over a file of another preset from the command line; under the settings named beside it."""
     file = {"data": {"prompts": {"path": "p"}}, **{key: base()[key] for key in ("policy", "reward")}}
     alone = train_config({**file, "algorithm": {"preset": name}})
     ppo = tmp_path / "ppo.yaml"
@@ -531,7 +531,7 @@ def test_odd_yaml_is_one_plain_error(tmp_path: Path, text: str, message: str) ->
 
 
 def test_a_short_form_is_a_section_to_what_goes_over_it() -> None:
-    """Otherwise a setting of the section would drop what the short form has set."""
+    """Otherwise a setting of the section would drop the setting of the short form."""
     reward = {"model": {"model": "m"}, "data": {"preferences": {"path": "p"}}, "ensemble": 4}
     tree = merge_overrides(reward, parse_overrides(["ensemble.backbone=separate"]))
     assert validate(RewardModelConfig, tree).ensemble.size == 4

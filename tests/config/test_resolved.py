@@ -1,4 +1,4 @@
-"""What every preset and every shipped file stands for, setting by setting: resolved.json has it, and nothing moves it.
+"""Every preset and every shipped file, setting by setting: resolved.json has them, and nothing moves them.
 
 A setting that is changed on purpose is written again: `python tests/config/test_resolved.py`, with the tests' folder
 and the checkout on the path.
@@ -34,7 +34,7 @@ NEEDED: dict[str, Any] = {
 
 
 def of_preset(name: str) -> dict[str, Any]:
-    """What a run with this preset and nothing else is made of, in the order of its keys."""
+    """The settings of a run with this preset and nothing else, in the order of its keys."""
     given = merge(TREE, {"algorithm": {"preset": name}, **NEEDED.get(name, {})})
     return dump(train_config(merge(TREE, given)))
 
@@ -47,7 +47,7 @@ def of_file(file: str) -> dict[str, Any]:
 
 
 def text_of(settings: dict[str, Any]) -> str:
-    return json.dumps(settings, indent=1)  # the order of keys is part of what `rlhf config` prints
+    return json.dumps(settings, indent=1)  # the order of keys is part of the output of `rlhf config`
 
 
 def test_a_preset_is_what_it_was() -> None:

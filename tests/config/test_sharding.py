@@ -1,4 +1,4 @@
-"""sharding=zero3 and its kin: short for a section, presets over DeepSpeed's JSON, closed where it is ours."""
+"""sharding=zero3 and its kin: short for a section, presets over DeepSpeed's JSON, closed for keys that are ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How weights may be kept, and what is refused by name with its cure."""
+"""The forms in which weights may be kept, and refusals by name with their cure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers made by hand: what meets a kind of instruction, and what only nearly does."""
+"""Answers made by hand: some meet a kind of instruction, and some only nearly."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def registry() -> dict[str, Any]:
 
 
 def texts(rng: random.Random, constraint: Constraint) -> Iterator[str]:
-    """Texts of random pieces, and of what the constraint names."""
+    """Texts of random pieces, and of the words in the constraint."""
     named = [
         str(part) for value in constraint.arguments.values() for part in (value if isinstance(value, list) else [value])
     ]
@@ -57,7 +57,7 @@ def port_says(registry: dict[str, Any], constraint: Constraint, text: str) -> bo
 
 
 def agree(registry: dict[str, Any], rows: Iterator[dict[str, Any]]) -> dict[str, set[bool]]:
-    """Compare on every constraint of the rows; which verdicts there were, by kind."""
+    """Compare on every constraint of the rows; the verdicts that occurred, by kind."""
     rng = random.Random(5)
     verdicts: dict[str, set[bool]] = {}
     for row in rows:

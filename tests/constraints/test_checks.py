@@ -1,4 +1,4 @@
-"""Each kind of instruction on answers made by hand: what meets it, and what only nearly does."""
+"""Each kind of instruction on answers made by hand: some meet it, and some only nearly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The share of constraints met, and what the language is worth beside it."""
+"""The share of constraints met, and the worth of the language beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates as the families write them, cut down to what matters here, each with its tokenizer's tokens."""
+"""Chat templates as the families write them, cut down to the parts needed here, each with its tokenizer's tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARKED = chat_template("marked")
 
 @dataclass(frozen=True)
 class Family:
-    """A template, the tokenizer's special tokens, and what ends a turn."""
+    """A template, the tokenizer's special tokens, and the end of a turn."""
 
     template: str
     end: str

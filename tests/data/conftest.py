@@ -43,7 +43,7 @@ def stories(shared: Path) -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:
-    """Writes rows as JSONL, or a text as it is; gives the path."""
+    """Writes rows as JSONL, or a text unchanged; gives the path."""
 
     def put(rows: list[object] | str, name: str = "rows.jsonl") -> str:
         text = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)

@@ -18,7 +18,7 @@ def byte_tokenizer(
     adds: str = "",
     extra: tuple[str, ...] = (),
 ) -> PreTrainedTokenizerFast:
-    """One token a byte, the special tokens first; `adds` is what it puts around a text, as in "<s> $A </s>"."""
+    """One token a byte, the special tokens first; `adds` is put around a text, as in "<s> $A </s>"."""
     special = [name for name in dict.fromkeys([bos, eos, pad, *extra]) if name]
     vocab = {name: i for i, name in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))

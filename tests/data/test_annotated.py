@@ -1,4 +1,4 @@
-"""Which data a label-wise loss reads, and pairs taken apart."""
+"""The data of a label-wise loss, and pairs taken apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens between two actions: what the template writes there, always the same, or a refusal by name."""
+"""The tokens between two actions: the template's text there, always the same, or a refusal by name."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_messages_are_written_by_the_template(bridge: Bridge) -> None:
 
 
 def test_a_template_that_ends_turns_with_no_token_writes_tools_and_messages_too() -> None:
-    """What a tool said was the user's turn, and messages were refused as if there were no template."""
+    """A tool's words were the user's turn, and messages were refused as if there were no template."""
     plain = FAMILIES["chatml"].tokenizer()
     plain.chat_template = (
         "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}"
@@ -142,7 +142,7 @@ def test_whose_template_has_a_form_for_tools() -> None:
 
 
 def test_the_templates_of_the_zoo() -> None:
-    """Each is taken as it is, or refused: none gives an episode that its own template would write otherwise."""
+    """Each is taken unchanged, or refused: none gives an episode that differs from its own template's text."""
     taken, refused = [], []
     for path in sorted((Path(__file__).parents[1] / "templates" / "zoo").glob("*.jinja")):
         tokenizer = FAMILIES["chatml"].tokenizer()

@@ -15,7 +15,7 @@ FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>4"
 
 
 def completion(text: str, extra: tuple[str, ...], *, finished: bool) -> str:
-    """Return what a reward reads of a completion."""
+    """Return the text that a reward reads of a completion."""
     tokenizer = byte_tokenizer(eos="<|return|>", pad="<|pad|>", extra=extra)
     prompt, ids = tokenizer.encode("2+2="), tokenizer.encode(text + ("<|return|>" if finished else ""))
     ones = torch.ones(1, len(ids), dtype=torch.bool)

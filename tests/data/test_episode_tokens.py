@@ -1,4 +1,4 @@
-"""Whole episodes with scripted actions: the tokens are those of the conversation that the template would write."""
+"""Whole episodes with scripted actions: the tokens equal the conversation's that the template would write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever JSON can hold as a row: it is used, or skipped and counted, or a DataError; never another exception."""
+"""Any JSON value as a row: it is used, or skipped and counted, or a DataError; never another exception."""
 
 from __future__ import annotations
 

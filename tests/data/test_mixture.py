@@ -1,4 +1,4 @@
-"""Mixed and streamed rows: what comes when, from which file, and what a checkpoint has to keep."""
+"""Mixed and streamed rows: their order, the file of each, and the state that a checkpoint has to keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that cannot be written and models that are nowhere are said in one line, and leave nothing behind."""
+"""Folders that cannot be written and missing models are reported in one line, and leave nothing behind."""
 
 from __future__ import annotations
 

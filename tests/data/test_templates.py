@@ -1,4 +1,4 @@
-"""What the families' templates make of conversations: where turns begin and end, and what is learned of them."""
+"""Conversations under the families' templates: where turns begin and end, and which parts are learned."""
 
 from __future__ import annotations
 

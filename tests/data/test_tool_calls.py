@@ -1,4 +1,4 @@
-"""Rows with tools whose template refuses, or cannot write, part of what other templates take."""
+"""Rows with tools whose template refuses, or cannot write, parts that other templates take."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def row(arguments: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("arguments", [{"city": "Zürich"}, '{"city": "Zürich"}'])
 def test_a_field_that_the_template_insists_on_is_no_reason_to_refuse_the_row(arguments: object, write: Write) -> None:
-    """Whether a field is written was tried by leaving it out, and the row was skipped where the template minds."""
+    """Whether a field is written was tried by leaving it out, and the row was skipped if the template minds."""
     dataset = demos(write([row(arguments)]), MISTRAL)
     call = '[TOOL_CALLS] {"name": "look", "arguments": {"city": "Zürich"}}</s>'
     assert learned(dataset, MISTRAL) == f"{call} Yes</s>"
@@ -79,7 +79,7 @@ def test_another_mistake_of_types_is_still_told(write: Write) -> None:
 def test_arguments_beside_the_name_are_read_as_json_too() -> None:
     flat = {"role": "assistant", "content": "", "tool_calls": [{"name": "look", "arguments": '{"a": 1}'}]}
     assert messages(flat, "x")[0]["tool_calls"] == [{"name": "look", "arguments": {"a": 1}}]
-    assert json.loads(json.dumps(flat))["tool_calls"][0]["arguments"] == '{"a": 1}'  # the row is as it was
+    assert json.loads(json.dumps(flat))["tool_calls"][0]["arguments"] == '{"a": 1}'  # the row is unchanged
 
 
 def test_a_call_of_a_parquet_file_has_its_own_arguments_alone(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""What each process of a distributed test does:  torchrun … job.py PLAN.json  — whole runs, one after another.
+"""The work of each process of a distributed test:  torchrun … job.py PLAN.json  — whole runs, one after another.
 
-PLAN.json is a list of trees of settings; what comes of them is in their run folders.
+PLAN.json is a list of trees of settings; the results are in their run folders.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ WHOLE = Engine.whole
 
 
 def run_one(tree: dict[str, Any]) -> Session:
-    """One run to its end, or to the end of `stop_after` steps, as an interrupted one is: saved, not exported.
+    """One run to its end, or to the end of `stop_after` steps, like an interrupted one: saved, not exported.
 
     `begin_as`: the folder of a finished run, which this one continues as if it had been killed in the last step.
-    `load_whole`: under ZeRO-3 every process loads the models whole, as where they are in no safetensors files.
+    `load_whole`: under ZeRO-3 every process loads the models whole, as if they were in no safetensors files.
     `gather_wide`: weights are gathered in float32 for a rollout in bfloat16 too.
     """
     tree = dict(tree)

@@ -1,4 +1,4 @@
-"""The runs of the table in docs/distributed.md, how they are launched, and what must be equal."""
+"""The runs of the table in docs/distributed.md, how they are launched, and which results must be equal."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _online(name: str, folder: Path) -> Tree:
 
 
 def _variants(folder: Path) -> dict[str, Tree]:
-    """What differs from plain PPO."""
+    """The differences from plain PPO."""
     groups = {"sampling": {"completions_per_prompt": 3}, "batch": {"prompts_per_step": 3}}
     return {
         "ppo": {},
@@ -150,7 +150,7 @@ def _rm(_: str, folder: Path) -> Tree:
 
 
 def needs(mode: str) -> None:
-    """Skip where the mode is one of DeepSpeed's and it is not there."""
+    """Skip if the mode is one of DeepSpeed's and it is not installed."""
     if mode.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed, as it is on Linux by bash scripts/setup.sh dev")
 
@@ -165,7 +165,7 @@ def launch(
 ) -> None:
     """Run them, one after another, in so many processes; one alone is started without a launcher.
 
-    What needs no process group is run right here: importing everything takes longer than the runs. `launcher=False`
+    Runs without a process group are made right here: importing everything takes longer than the runs. `launcher=False`
     does without torchrun, whose own process imports torch too, and starts both warm (see warm_start.py).
     """
     if processes == 1 and all(tree["sharding"]["mode"] in ("none", "ddp") for tree in trees):
@@ -203,7 +203,7 @@ def _start(command: Sequence[str], env: Mapping[str, str], log: Path) -> Started
 
 
 def _wait(started: Sequence[Started], timeout_s: float) -> None:
-    """Wait until all have ended well, or one has not; what they have printed explains a failure."""
+    """Wait until all have ended well, or one has failed; their output explains a failure."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and any(process.poll() is None for process, _ in started):
         if any(process.returncode for process, _ in started):
@@ -218,7 +218,7 @@ def _wait(started: Sequence[Started], timeout_s: float) -> None:
 
 
 def environment() -> dict[str, str]:
-    """That of a launch: this checkout first, one thread, no GPU; nothing is compiled, so no compiler is imported."""
+    """A launch's environment: this checkout first, one thread, no GPU; nothing is compiled, no compiler is imported."""
     paths = [str(ROOT), str(JOB.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     new = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
     new["TORCHDYNAMO_DISABLE"] = "1"  # DeepSpeed's optimizers would import it, for seconds
@@ -258,7 +258,7 @@ def distance(a: Path, b: Path) -> float:
 
 
 def samples(out: Path) -> list[tuple[object, ...]]:
-    """What was sampled: step, row, prompt, completion."""
+    """The samples: step, row, prompt, completion."""
     if not (out / "samples.jsonl").is_file():
         return []
     rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]

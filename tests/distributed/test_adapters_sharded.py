@@ -1,6 +1,6 @@
 """Adapters of every role over a stored base, in two processes as in one: the rows on processes of docs/adapters.md.
 
-One launch of two processes makes all the runs; each test reads what one of them has left.
+One launch of two processes makes all the runs; each test reads the results of one of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint of N processes under one sharding is continued by M processes under another, as if nothing had been."""
+"""A checkpoint of N processes under one sharding is continued by M processes under another, as if uninterrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchrun, accelerate launch and deepspeed start the same program; a mistake is told once, in plain words."""
+"""torchrun, accelerate launch and deepspeed start the same program; a mistake is reported once, in plain words."""
 
 from __future__ import annotations
 

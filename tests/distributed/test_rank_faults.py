@@ -1,4 +1,4 @@
-"""A process of several that dies, freezes, is slow or is told to stop: the run ends in time, and goes on as itself."""
+"""A process of several that dies, freezes, is slow or is told to stop: the run ends in time, and can be continued."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sharded import LIMIT, Tree, at, case, distance, environment, free_port, lau
 
 ODD = Path(__file__).with_name("odd_rank.py")
 DEAD_S = 30.0  # the others and the launcher have ended so long after a process died; the launcher's own limit is 30
-FREEZE_S = 10.0  # sharding.timeout_s where a process freezes
+FREEZE_S = 10.0  # sharding.timeout_s if a process freezes
 CALL = 5  # the fault's place: so many words of the processes to each other after the first checkpoint, before the end
 
 
@@ -41,7 +41,7 @@ class Launched:
 
     @property
     def output(self) -> str:
-        """What all processes printed."""
+        """The output of all processes."""
         return self.log.read_text(errors="replace")
 
 
@@ -56,7 +56,7 @@ def launched(tree: Tree, folder: Path, odd: dict[str, Any]) -> Iterator[Launched
 
 
 def tree_for_two(folder: Path, mode: str, *, timeout_s: float = 120.0) -> Tree:
-    """The run for two processes; that of one is made here and now."""
+    """The run for two processes; the run of one is made here and now."""
     tree = case("ppo", folder / "ppo")
     launch([at(tree, folder / "one")], folder / "one-plan", processes=1)
     return at(tree, folder / "many", sharding={"mode": mode, "timeout_s": timeout_s})
@@ -95,7 +95,7 @@ def test_when_a_process_dies_the_others_stop_in_time_and_the_same_command_contin
         died = time.monotonic()
         assert first.ended(DEAD_S) != 0
         assert time.monotonic() - died < DEAD_S
-        if (mode, rank) == ("ddp", 1):  # where the first process dies, torchrun alone may tell of it
+        if (mode, rank) == ("ddp", 1):  # if the first process dies, torchrun alone may tell of it
             assert "lost contact with another rank" in " ".join(first.output.split())
         assert_continues(tree, tmp_path, first)
 

@@ -1,7 +1,7 @@
 """One run is the same in one process or several, whole or sharded: the cells of the table in docs/distributed.md.
 
 A test is a column of the table: all its runs, one after another, in one launch (an import of everything takes longer
-than a run). All are slow; what every run of the tests has of them is in test_zero_gate.py.
+than a run). All are slow; the part that every run of the tests has is in test_zero_gate.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def assert_same(one: Path, other: Path, name: str, mode: str) -> None:
 
 
 def compared_metrics(one: list[dict[str, float]], other: list[dict[str, float]], name: str) -> None:
-    """The same lines under the same names; of those that rounding cannot turn over, the same values."""
+    """The same lines under the same names; and the same values, unless rounding can turn them over."""
     assert [row.keys() for row in one] == [row.keys() for row in other], name
     for key in (
         "score/mean",

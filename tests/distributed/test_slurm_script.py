@@ -43,7 +43,7 @@ def test_a_job_near_its_limit_is_saved_and_requeued_and_ends_as_one_that_was_not
     try:
         while job.poll() is None and not (lines.is_file() and len(lines.read_text().splitlines()) > 1):
             time.sleep(0.01)
-        job.send_signal(signal.SIGUSR1)  # as SLURM does, so long before the limit
+        job.send_signal(signal.SIGUSR1)  # like SLURM, so long before the limit
         assert job.wait(timeout=120) == 0, cluster.read("log")
     finally:
         job.kill()

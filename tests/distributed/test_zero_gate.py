@@ -1,7 +1,7 @@
 """The part of the distributed tests that every run of the suite has: one launch of two processes makes all the runs.
 
-Each test reads what one of them has left. Two steps a run; the whole table is in test_same_run_sharded.py, and slow:
-here PPO runs in each of these modes, and a reward model, as an offline trainer, in the one that shares out most. Two
+Each test reads the results of one of them. Two steps a run; the whole table is in test_same_run_sharded.py, and slow:
+here PPO runs in each of these modes, and a reward model, as an offline trainer, in the mode that shares out most. Two
 pairs of runs here are slow too, of tied embeddings and of bfloat16.
 """
 
@@ -26,9 +26,9 @@ from rlhf.tracking.checkpoint import find_damage
 
 CELLS = [("ppo", "ddp"), ("ppo", "zero2"), ("ppo", "zero3"), ("rm", "zero3")]
 BRIEF = {"schedule": {"steps": 2}, "checkpoint": {"every": 1, "keep": 9}, "eval": {"every": 0}}
-# The table has runs that evaluate; two steps of PPO ask the models and sample as an evaluation does.
+# The table has runs that evaluate; two steps of PPO ask the models and sample like an evaluation.
 UNEVALUATED: dict[str, Tree] = {"ppo": {"data": {"eval_prompts": None}, "batch": {"epochs": 1}}}
-LIGHT = {"batch": {"epochs": 1, "minibatches": 1}}  # where two such are compared
+LIGHT = {"batch": {"epochs": 1, "minibatches": 1}}  # if two such are compared
 BF16 = {"policy": {"dtype": "bfloat16"}, **LIGHT}
 ALONE = ("ppo", "rm")  # run by one process too
 
@@ -163,7 +163,7 @@ def test_matrices_gathered_in_bfloat16_change_nothing_in_a_bfloat16_run(pairs_of
 
 
 def test_each_process_writes_its_part_of_a_checkpoint(runs: Path) -> None:
-    """Both parts hold about half of all numbers; no tensor is in both; the index of the model knows where each is."""
+    """Both parts hold about half of all numbers; no tensor is in both; the index of the model has the place of each."""
     newest = max((runs / "zero3" / "ppo" / "checkpoints").glob("step-*"))
     for pattern in ("model/model-*.safetensors", "critic/model-*.safetensors", "optimizer-*.safetensors"):
         parts = [contents(path) for path in sorted(newest.glob(pattern))]
@@ -178,7 +178,7 @@ def test_each_process_writes_its_part_of_a_checkpoint(runs: Path) -> None:
 
 
 def contents(path: Path) -> dict[str, int]:
-    """How many numbers each tensor of the file has."""
+    """The count of numbers in each tensor of the file."""
     with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
 

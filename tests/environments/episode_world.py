@@ -1,7 +1,7 @@
 """A two-turn environment over 3 tokens, small enough to enumerate: every episode with its probability, in float64.
 
 An action is one or two tokens, 0 ends it. An action of 0 alone ends the episode after its turn. Any other is answered
-by two tokens of the environment and a reward, then the second action is paid for, and where that ends by 0 the
+by two tokens of the environment and a reward, then the second action is paid for, and if that ends by 0 the
 environment adds a last token, which is no action. A state is all that was read and written before a token.
 """
 

@@ -1,4 +1,4 @@
-"""Episodes of several turns: what a row is, and what must not change it."""
+"""Episodes of several turns: the content of a row, and influences that must not change it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_each_turn_has_draws_of_its_own(tmp_path: Path) -> None:
 
 
 def test_no_gradient_through_what_the_environment_wrote(tmp_path: Path) -> None:
-    """The loss reads no log-probability, entropy or value of an environment's token, whatever it is."""
+    """The loss reads no log-probability, entropy or value of an environment's token, for any value."""
     run = runs.online(tree(tmp_path), "algorithm.policy_loss.entropy_coef=0.01", "critic.head=normal")
     experience = _experience(run)
     micro = experience.to(run.models.device)

@@ -74,7 +74,7 @@ def any_values() -> Tensor:
 
 
 Check = Callable[[], tuple[Tensor, Tensor]]
-"""Returns the expected gradient of an estimator and what it has to be."""
+"""Returns the expected gradient of an estimator, and the right one."""
 
 CHECKS: dict[str, Check] = {
     "ppo-any-critic": lambda: (expected_gradient(online(gae(1.0)), values=any_values()), exact_gradient()),
@@ -129,7 +129,7 @@ def test_the_expected_gradient_is_exact(check: str) -> None:
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-12)
 
 
-# Mistakes. Each changes what the estimators are given, or one function; at least one check has to see it.
+# Mistakes. Each changes the inputs of the estimators, or one function; at least one check has to see it.
 
 RIGHT_ROLLOUT, RIGHT_GAE, RIGHT_REWARDS = ew.rollout, estimators.gae, estimators.token_rewards
 Patch = Callable[[pytest.MonkeyPatch], None]

@@ -1,4 +1,4 @@
-"""PPO over three turns learns what an environment pays for."""
+"""PPO over three turns learns the actions that an environment pays for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section environment: what gives it, and what it cannot be combined with."""
+"""The section environment: its sources, and the settings that it cannot be combined with."""
 
 from __future__ import annotations
 

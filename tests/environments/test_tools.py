@@ -1,4 +1,4 @@
-"""Tools and other libraries' environments: what calls are, and what the policy reads."""
+"""Tools and other libraries' environments: the form of calls, and the text that the policy reads."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Killed(BaseException):
 
 
 class KilledAt(Colors):
-    """Kills the process after as many steps, over all episodes, as a file says."""
+    """Kills the process after the number of steps in a file, counted over all episodes."""
 
     def __init__(self, counter: str) -> None:
         super().__init__()

@@ -75,7 +75,7 @@ def test_a_killed_run_on_a_mixed_stream_is_the_uninterrupted_one_bitwise(tmp_pat
     folder = tmp_path / "run"
     files = {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")}
     last = folder / "checkpoints" / "step-000004"
-    assert json.loads((last / "data.json").read_text())  # where the streams were
+    assert json.loads((last / "data.json").read_text())  # the positions of the streams
     shutil.rmtree(last)  # as after a kill in step 3: the newest checkpoint is of step 2
     resumed = run(tree)  # type: ignore[operator]
     before, after = (one.models.policy if kind == "ppo" else one.trained.module for one in (whole, resumed))

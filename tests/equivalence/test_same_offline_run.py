@@ -1,4 +1,4 @@
-"""Preference runs that must be the same run: whatever the micro-batch, and interrupted or not."""
+"""Preference runs that must be the same run: with any micro-batch, and interrupted or not."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ PASSES = dict.fromkeys(PRESETS, RAGGED) | dict.fromkeys(("ppo", "online_dpo"), (
 
 
 def exact(folder: Path, preset: str) -> dict[str, Any]:
-    """A run in float64 whose final weights are all that is looked at."""
+    """A run in float64; only its final weights are compared."""
     make_model(folder / "model", dtype=torch.float64)
     tree = merge(merge(ppo_tree(folder), EXACT), UNEVALUATED)
     tree["algorithm"] = {"preset": preset}
@@ -106,7 +106,7 @@ def test_a2c_is_ppo_at_one_epoch_of_one_minibatch(tmp_path: Path) -> None:
 
 
 def test_refilling_changes_nothing_where_no_group_is_uniform(tmp_path: Path) -> None:
-    """With 16 completions of a fresh model no group is."""
+    """With 16 completions of a fresh model no group is uniform."""
     final_weights = []
     for rounds in (0, 3):
         tree = merge(exact(tmp_path, "dapo"), {"sampling": {"completions_per_prompt": 16}, "schedule": {"steps": 1}})
@@ -155,7 +155,7 @@ RESUMABLE: dict[str, dict[str, Any]] = {
 }
 
 
-# What a run takes up again differs in kind; `ppo_penalty` continues in training/test_seeds.py too.
+# The state that a run takes up again differs in kind; `ppo_penalty` continues in training/test_seeds.py too.
 TAKEN_UP = (
     "ppo",
     "warm, averaged, early stop",

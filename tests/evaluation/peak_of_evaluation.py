@@ -29,7 +29,7 @@ def main() -> None:
     policy, reference = (tiny(vocab=VOCABULARY, dtype=torch.float32) for _ in range(2))
     models = Models(policy=policy, reference=reference, temperature=1.0, dtype="float32", device=torch.device("cpu"))
     batch = completions_of([[5 + row] for row in range(ROWS)], [[100 + row] * TOKENS for row in range(ROWS)])
-    for model in (policy, reference):  # what is found out about a model once
+    for model in (policy, reference):  # trials that a model has once
         in_chunks(model, "auto")
         with torch.no_grad():
             predictor_hidden_states(model, batch.rows(slice(0, 1)), "auto")

@@ -78,7 +78,7 @@ def test_sizes_of_the_curve(total: int, sizes: list[int]) -> None:
 
 def test_the_score_at_a_kl_is_read_between_evaluations() -> None:
     points = [(0.0, 1.0), (2.0, 3.0), (1.0, 9.0), (4.0, 5.0)]
-    assert score_at_kl(points, 1.0) == pytest.approx(2.0)  # where it was first reached, not the later 9
+    assert score_at_kl(points, 1.0) == pytest.approx(2.0)  # at its first crossing, not the later 9
     assert score_at_kl(points, 2.0) == pytest.approx(3.0)
     assert score_at_kl(points, 3.0) == pytest.approx(9.0 - 4.0 * 2 / 3)
     assert score_at_kl(points, 4.5) is None
@@ -107,7 +107,7 @@ def test_seeds_that_disagree_widen_the_interval() -> None:
 
 
 def test_rows_and_columns_are_drawn_apart() -> None:
-    """v = a_s + b_p has the variance Var(a) / S + Var(b) / P, not that of S x P independent cells."""
+    """v = a_s + b_p has the variance Var(a) / S + Var(b) / P, not the variance of S x P independent cells."""
     draw = torch.Generator().manual_seed(1)
     rows, columns = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((8, 1), (1, 50)))
     interval = bootstrap_crossed(rows + columns)

@@ -1,4 +1,4 @@
-"""What an evaluation measures of completions: diversity, repetition, perplexity, and both estimates of the KL."""
+"""An evaluation's figures of completions: diversity, repetition, perplexity, and both estimates of the KL."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_evaluation_at_a_vocabulary_of_150_000_adds_less_than_one_tensor_of_all_
 
 @pytest.mark.parametrize(("family", "log_probs"), [("llama", "auto"), ("gpt2", "auto"), ("mistral", "naive")])
 def test_comparing_in_small_chunks_changes_nothing(family: str, log_probs: LogProbs) -> None:
-    """A chunk of one token, or of all of them; where a model's forward must make the logits, a row at a time."""
+    """A chunk of one token, or of all of them; a row at a time, if a model's forward must make the logits."""
     policy, reference = tiny(family), tiny(family)
     torch.manual_seed(1)
     for parameter in policy.parameters():

@@ -1,4 +1,4 @@
-"""Win rates at equal length: a judge that only likes length is seen through, one that does not is left alone."""
+"""Win rates at equal length: a judge that only likes length is corrected, another one is left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laws of over-optimization: known coefficients come back, intervals cover, peaks lie where calculus says."""
+"""The laws of over-optimization: known coefficients come back, intervals cover, peaks lie at their computed places."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say(law: Law, monkeypa
     truth = predicted_gain(DISTANCES, alpha, beta, law)
     covered = {"alpha": 0, "beta": 0}
     for number in range(60):
-        level = random.normal(0, 0.5, (25, 1)) * DISTANCES  # what the points of a curve have in common
+        level = random.normal(0, 0.5, (25, 1)) * DISTANCES  # the noise that the points of a curve share
         gains = truth + level + random.normal(0, 0.2, (25, len(DISTANCES)))
         fit = fit_with_intervals(np.broadcast_to(DISTANCES, gains.shape), gains, law, seed=number)
         covered["alpha"] += fit.alpha.low <= alpha <= fit.alpha.high

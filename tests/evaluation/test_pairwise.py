@@ -1,4 +1,4 @@
-"""Pairs judged in both orders: what a verdict is, and what a biased judge looks like."""
+"""Pairs judged in both orders: the definition of a verdict, and the signs of a biased judge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reward-check says of rewards with a known hole, and of right ones."""
+"""The messages of reward-check about rewards with a known hole, and about right ones."""
 
 from __future__ import annotations
 

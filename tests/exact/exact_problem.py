@@ -1,8 +1,8 @@
-"""What is computed exactly in a world that can be enumerated: optima, frontiers, values, expected losses.
+"""Exact results in a world that can be enumerated: optima, frontiers, values, expected losses.
 
 How an expectation passes through `rlhf.objective`: the loss is a sum over rows, so E[loss] is the sum over
 all completions of probability x (that row's loss). All completions are the rows of one `Experience`, and
-`weigh_gradient` multiplies what flows back into each row by that row's probability: one call of `Objective.loss`
+`weigh_gradient` multiplies the gradient of each row by that row's probability: one call of `Objective.loss`
 gives the exact gradient of the expectation over completions drawn from the *old* policy. `sequence_*` and `constant`
 aggregates have the number of completions as their norm, so that this is the expected loss of a minibatch of any size.
 """
@@ -54,7 +54,7 @@ def state_logprobs(world: World, table: Tensor) -> Tensor:
 
 
 def table_of(world: World, distribution: Tensor) -> Tensor:
-    """Return the table whose distribution is this one: conditionals of sums over what follows a prefix."""
+    """Return the table whose distribution is this one: conditionals of sums over the continuations of a prefix."""
     mass = torch.zeros(world.prompts, len(world.prefixes), world.vocabulary, dtype=distribution.dtype)
     for completion, (ids, mask, states) in enumerate(zip(world.ids, world.mask, world.states, strict=True)):
         mass[:, states[mask], ids[mask]] += distribution[:, completion, None].exp()
@@ -147,7 +147,7 @@ def make_rollout(
 
 
 def weigh_gradient(tensor: Tensor, weights: Tensor) -> Tensor:
-    """Return the tensor itself; what flows back into row i is multiplied by weights[i]."""
+    """Return the tensor itself; the gradient of row i is multiplied by weights[i]."""
     fixed = tensor.detach()
     return fixed + weights[:, None] * (tensor - fixed)
 
@@ -155,7 +155,7 @@ def weigh_gradient(tensor: Tensor, weights: Tensor) -> Tensor:
 def model_outputs(
     world: World, rows: Tensor, table: Tensor, values: Tensor | None, weights: Tensor | None = None
 ) -> Outputs:
-    """Compute what trained models with this table and these values `[C, S]` put out, gradients weighted by row."""
+    """Compute the outputs of trained models with this table and these values `[C, S]`, gradients weighted by row."""
     mask = world.mask[rows % len(world.ids)]
     entropies = -(table.exp() * table).sum(-1)
     outputs = [world.token_logprobs(table, rows), torch.where(mask, world.per_token(entropies, rows), 0.0)]
@@ -169,7 +169,7 @@ def model_outputs(
 
 @dataclass(frozen=True, kw_only=True)
 class ExactProblem:
-    """What is learned where: the world, what the policy starts from, and what it is paid for."""
+    """A learning problem: the world, the policy's start, and its rewards."""
 
     world: World
     reference: Tensor  # [C, S, V]
@@ -193,7 +193,7 @@ class ExactProblem:
     def expected_terms(
         self, algorithm: Online, coefs: Coefs, *, old: Tensor, new: Tensor, values: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Compute terms whose gradient (not value) is that of their expectation over completions from `old`."""
+        """Compute terms with the gradient (not the value) of their expectation over completions from `old`."""
         rows = self.world.all_rows()
         batch = self.experience(algorithm, coefs, old, values=values)
         weights = self.world.sequence_logprobs(old.detach()).exp().flatten() / self.world.prompts

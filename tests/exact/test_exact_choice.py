@@ -149,7 +149,7 @@ def test_rejection_sampling_imitates_the_distribution_of_the_best_of_two(policy:
 
 
 def test_the_first_steps_of_both_point_the_same_way() -> None:
-    """At the reference, online DPO's gradient is beta times that of the best of two: both climb the win rate."""
+    """At the reference, online DPO's gradient is beta times the best of two's: both climb the win rate."""
     policy = Table(WORLD)
     with torch.no_grad():
         policy.logits.copy_(PROBLEM.reference)

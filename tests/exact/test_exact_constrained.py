@@ -22,7 +22,7 @@ from rlhf.objective import Objective, divide_by_denominators
 
 WORLD = enumerate_world()
 TABLE, SCORES = random_table(WORLD, 10), random_scores(WORLD, 11)
-COSTS = 0.7 * SCORES + random_scores(WORLD, 13, scale=0.7)  # what earns also costs
+COSTS = 0.7 * SCORES + random_scores(WORLD, 13, scale=0.7)  # completions that earn also cost
 REFERENCE = WORLD.sequence_logprobs(TABLE)
 BETA = 0.5
 FREE = expectation(optimum(REFERENCE, SCORES, BETA), COSTS).item()

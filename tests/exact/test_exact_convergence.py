@@ -1,4 +1,4 @@
-"""Training arrives at the policy that the objective says is best: pi* = pi_ref * exp(score / beta) / Z."""
+"""Training arrives at the best policy by the objective: pi* = pi_ref * exp(score / beta) / Z."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GAE = {"advantage": {"type": "gae", "gae_lambda": 0.95, "whiten": False}, "value
 
 
 def descend(algorithm: Online, *, beta: float, steps: int = 300) -> Tensor:
-    """The table after `steps` of Adam on exact expected gradients, the critic (where there is one) exact too."""
+    """The table after `steps` of Adam on exact expected gradients, the critic (if there is one) exact too."""
     coefs = Coefs(kl=beta, penalty=0.0)
     logits = PROBLEM.reference.clone().requires_grad_()
     optimizer = torch.optim.Adam([logits], lr=0.3)

@@ -38,7 +38,7 @@ def preset(name: str, **changes: Any) -> Online:
 
 
 def compared(loss: DistillLoss, table: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """What the models compute for a loss that reads the teacher; the gradient is weighted by row."""
+    """The models' outputs for a loss that reads the teacher; the gradient is weighted by row."""
     mask = WORLD.mask[rows % len(WORLD.ids)]
     columns = loss.against_teacher(
         WORLD.per_token(table, rows)[mask], TeacherTokens(logprobs=WORLD.per_token(TEACHER, rows)[mask])
@@ -51,7 +51,7 @@ def compared(loss: DistillLoss, table: Tensor, rows: Tensor, weights: Tensor) ->
 
 
 def full_term(algorithm: Online, *, old: Tensor, new: Tensor) -> Tensor:
-    """The policy term of `distill`, whose gradient is that of its expectation over completions from `old`."""
+    """The policy term of `distill`, with the gradient of its expectation over completions from `old`."""
     rows, loss = WORLD.all_rows(), algorithm.policy_loss
     assert isinstance(loss, DistillLoss)
     weights = WORLD.sequence_logprobs(old.detach()).exp().flatten() / WORLD.prompts

@@ -34,8 +34,8 @@ TAUGHT = ("distill", "distill_sft")  # they compare with a teacher's distributio
 ONLINE = [name for name, parts in PRESETS.items() if "loss" not in parts["algorithm"] and name not in TAUGHT]
 OFFLINE = [name for name, parts in PRESETS.items() if "loss" in parts["algorithm"] and name not in TAUGHT]
 PROMPTS, GROUP = 32, 16
-# Presets that are to arrive, and the KL coefficient at which: those whose KL is in the loss have another optimum, which
-# comes near the frontier where the coefficient is small (GRPO at 0.02; at 0.2 it ends 4 % below).
+# Presets that are to arrive, and the KL coefficient at which: with the KL in the loss they have another optimum, which
+# comes near the frontier if the coefficient is small (GRPO at 0.02; at 0.2 it ends 4 % below).
 ARRIVE = {"ppo": 0.5, "rloo": 0.5, "grpo": 0.02}
 
 
@@ -156,14 +156,14 @@ def test_online_arms_are_on_or_below_the_frontier_and_the_best_come_within_two_p
 
 @pytest.mark.parametrize("preset", OFFLINE)
 def test_offline_arms_are_on_or_below_the_frontier_and_dpo_is_on_it(preset: str) -> None:
-    """What imitates (SFT, SLiC, ORPO) or weighs by length (SimPO, IPO per token) ends elsewhere, but not above."""
+    """Losses that imitate (SFT, SLiC, ORPO) or weigh by length (SimPO, IPO per token) end elsewhere, but not above."""
     share = share_of_the_best(learned_offline(Offline.model_validate(PRESETS[preset]["algorithm"])))
     assert share <= 1 + 1e-9
     assert share >= (0.99 if preset in ("dpo", "ipo") else 0.3)
 
 
 def test_the_curve_is_the_frontier() -> None:
-    """Against the world's own bisection; from the reference it rises, concave, to the best there is."""
+    """Against the world's own bisection; from the reference it rises, concave, to the highest score."""
     points = exact_frontier(REFERENCE, PROBLEM.scores)
     assert points[0] == (0.0, pytest.approx(START))
     for nats, score in points[1:]:

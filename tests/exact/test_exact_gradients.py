@@ -1,4 +1,4 @@
-"""The expected gradient of every online loss, by enumeration, against the exact gradient of what it stands for."""
+"""The expected gradient of every online loss, by enumeration, against the exact gradient of its objective."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_kl_in_the_loss_is_the_kl_of_each_token_in_states_taken_as_given(policy,
     ours = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table)["policy"]
     exact = -exact_objective(table, beta=0.0) + BETA * visited(table, per_token_kl(table, reverse=reverse))
     same_gradient(policy, ours, exact)
-    # What a token does to the KL of later tokens is seen only by a penalty in the reward.
+    # Only a penalty in the reward sees a token's effect on the KL of later tokens.
     differ(policy, ours, -exact_objective(table))
 
 
@@ -325,7 +325,7 @@ def test_the_penalized_surrogate_away_from_the_old_policy(policy, gae_lambda):
 
 @pytest.mark.parametrize("dual_clip", [None, 1.5])
 def test_the_clipped_surrogate_away_from_the_old_policy(policy, dual_clip):
-    """At lambda = 0 with the exact critic, the advantage of a token is that of its state and action."""
+    """At lambda = 0 with the exact critic, the advantage of a token is its state's and action's."""
     how = {"clip_eps_low": 0.2, "clip_eps_high": 0.4, "dual_clip": dual_clip}
     algorithm = online(policy_loss=how, **with_critic(0.0))
 
@@ -363,7 +363,7 @@ def test_the_critic_is_drawn_to_the_exact_values(gae_lambda):
     term = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table, values=at_truth)["value"]
     (slope,) = torch.autograd.grad(term, at_truth)
     torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-12)
-    if gae_lambda == 1.0:  # then the target does not depend on the critic: the gradient is that of the mean error
+    if gae_lambda == 1.0:  # then the target does not depend on the critic: the gradient is the mean error's
         wrong = (exact + random_scores(WORLD, 4)[:, : len(WORLD.prefixes)]).requires_grad_()
         term = PROBLEM.expected_terms(algorithm, COEFS, old=table, new=table, values=wrong)["value"]
         (slope,) = torch.autograd.grad(term, wrong)

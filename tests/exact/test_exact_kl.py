@@ -19,7 +19,7 @@ WORLD = enumerate_world(prompts=2, vocabulary=3, horizon=3)
 
 
 def full_kl(world: World, policy: Tensor, reference: Tensor) -> Tensor:
-    """The KL over the vocabulary where each token of every completion is chosen `[B, T]`, zero after the last."""
+    """The KL over the vocabulary at the choice of each token of every completion `[B, T]`, zero after the last."""
     rows = world.all_rows()
     kls = kl_of_distributions(world.per_token(policy, rows), world.per_token(reference, rows))
     return torch.where(world.mask[rows % len(world.ids)], kls, 0.0)
@@ -89,7 +89,7 @@ def test_of_one_token_the_variance_is_zero() -> None:
 
 
 def test_of_a_sum_it_need_not_be_below() -> None:
-    """Where a token's log-ratio and the KL of what follows it cancel, k1 is constant over sequences, this is not."""
+    """If a token's log-ratio and the KL of the tokens after it cancel, k1 is constant over sequences; this is not."""
     world = enumerate_world(prompts=1, vocabulary=3, horizon=2)
     ours, theirs = torch.full((2, 1, len(world.prefixes), 3), 1 / 3, dtype=torch.float64).unbind()
     root, after_one = world.prefixes.index(()), world.prefixes.index((1,))

@@ -1,4 +1,4 @@
-"""Where the preference losses end on the preferences of a whole population, every pair of completions weighed."""
+"""The optima of the preference losses on the preferences of a whole population, every pair of completions weighed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def converged(loss: Loss, chosen: Tensor) -> Tensor:
 
 
 def test_dpo_ends_at_the_optimum_of_the_reward_behind_the_preferences():
-    """pi* = pi_ref * exp(r / beta) / Z: what PPO maximizes, found without a reward and without a sample."""
+    """pi* = pi_ref * exp(r / beta) / Z: PPO's optimum, found without a reward and without a sample."""
     reached = converged(lambda w, r: dpo(w, r, beta=BETA), preferences(REWARDS))
     best = optimum(REFERENCE, REWARDS, BETA)
     assert kl(REFERENCE, best) > 0.1  # there was something to learn

@@ -1,4 +1,4 @@
-"""Completions sampled with a hint under a critic: their expectation, by enumeration, is that of plain sampling."""
+"""Completions sampled with a hint under a critic: their expectation, by enumeration, equals plain sampling's."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_with_lambda_1_that_is_the_gradient_of_score_minus_kl_whatever_the_criti
 
 
 def test_hints_that_follow_from_this_step_s_draws_bias_what_earlier_steps_would_not() -> None:
-    """A group of two, the second replaced by a hinted success where both failed: rescue.after=0, enumerated."""
+    """A group of two, the second replaced by a hinted success if both failed: rescue.after=0, enumerated."""
     algorithm = ppo({"type": "sequence", "cap": NO_CAP})
     succeeds = (PROBLEM.scores > 0).double()
     probability, hinted_probability = (WORLD.sequence_logprobs(table).exp() for table in (PLAIN, HINTED))

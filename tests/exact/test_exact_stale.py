@@ -1,4 +1,4 @@
-"""Completions of an older policy, by enumeration: what the KL metrics and the KL penalty are of."""
+"""Completions of an older policy, by enumeration: the distributions of the KL metrics and the KL penalty."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFERENCE = WORLD.sequence_logprobs(PROBLEM.reference)
 BETA = 0.3
 COEFS = Coefs(kl=BETA, penalty=0.0)
 UNCAPPED = 1e9
-MODELS = Models(  # only what there is matters here: the numbers are those of tables
+MODELS = Models(  # only which models exist matters here: the numbers come from tables
     policy=tiny(),
     temperature=1.0,
     dtype="float64",
@@ -42,7 +42,7 @@ REINFORCE = {
 
 
 def older() -> Tensor:
-    """A policy whose tokens have probabilities 1/2, 1/4 and 1/4: those of completions are multiples of 1/64."""
+    """A policy whose tokens have probabilities 1/2, 1/4 and 1/4: completions' are multiples of 1/64."""
     generator = torch.Generator().manual_seed(3)
     likeliest = torch.randint(3, (WORLD.prompts, len(WORLD.prefixes)), generator=generator)
     return torch.full((*likeliest.shape, 3), 0.25).double().scatter(-1, likeliest[..., None], 0.5).log()
@@ -68,13 +68,13 @@ def metrics_of(rollout: Rollout) -> dict[str, Mean]:
 
 
 def visited_kl(policy: Tensor) -> Tensor:
-    """The KL of the next token where the older policy goes, summed over tokens."""
+    """The KL of the next token in the older policy's states, summed over tokens."""
     visits = state_logprobs(WORLD, older()).exp()
     return (visits * kl_of_distributions(policy, PROBLEM.reference)).sum(1).mean()
 
 
 def plain_mean(policy: Tensor) -> Tensor:
-    """What the mean of the log-ratios over the older policy's completions is."""
+    """The mean of the log-ratios over the older policy's completions."""
     drawing = WORLD.sequence_logprobs(older())
     return kl(drawing, REFERENCE) - kl(drawing, WORLD.sequence_logprobs(policy))
 

@@ -1,4 +1,4 @@
-"""The natural gradient and TRPO where every expectation is exact: the direction is F^-1 g, and every step improves."""
+"""The natural gradient and TRPO with exact expectations: the direction is F^-1 g, and every step improves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf.algo.trust_region import (
 from rlhf.algorithms.online import Online
 from rlhf.exact.world import enumerate_world, expectation, random_scores, random_table
 
-# torch scripts its rules for forward-mode differentiation, at their first use, with what it has deprecated itself.
+# torch scripts its rules for forward-mode differentiation, at their first use, with functions that it deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 WORLD = enumerate_world()
@@ -174,7 +174,7 @@ def test_every_step_of_trpo_stays_in_its_region_and_raises_the_objective(max_kl:
             policy.logits.copy_(weights(outcome.last.length)["logits"])
         distribution = WORLD.sequence_logprobs(policy().log_softmax(-1))
         before, value = value, objective_value(distribution, REFERENCE, PROBLEM.scores, BETA).item()
-        assert value > before or before > 0.97 * best  # where steps of a fixed KL go back and forth
+        assert value > before or before > 0.97 * best  # steps of a fixed KL go back and forth there
     if max_kl == 0.1:
         assert value == pytest.approx(best, rel=0.03)
         assert expectation(distribution, PROBLEM.scores) > expectation(REFERENCE, PROBLEM.scores)

@@ -1,4 +1,4 @@
-"""The enumerated world is what it says it is, before anything is compared with it."""
+"""The enumerated world has the stated properties, before anything is compared with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run with adapters exports, read by plain peft and plain transformers: for a Llama of SmolLM2's layers, and a
+"""The exports of a run with adapters, read by plain peft and plain transformers: for a Llama of SmolLM2's layers, and a
 Gemma 3, which nothing but its own configuration of transformers makes."""
 
 from __future__ import annotations

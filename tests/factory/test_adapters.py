@@ -204,7 +204,7 @@ def test_dropout_and_dora_resume_bitwise(tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_continued_with_itself_as_reference(tmp_path: Path) -> None:
-    """SFT exports an adapter; DPO trains it further and is compared with what it was, over one base."""
+    """SFT exports an adapter; DPO trains it further and is compared with its start, over one base."""
     first = offline_tree(tmp_path, "dpo", policy={"lora": LORA, "export": "adapter"}, eval={"every": 0})
     first["run"]["out_dir"] = str(tmp_path / "first")
     assert_exported(first, tmp_path)

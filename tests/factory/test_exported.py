@@ -1,4 +1,4 @@
-"""The exported weights are the trained ones, and whoever reads others is told: run, eval, sample, push, report, PPO."""
+"""The exported weights are the trained ones, and a reader of others is told: run, eval, sample, push, report, PPO."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_the_report_card_of_a_reward_model_is_of_the_exported_weights(source: Pa
 
 
 def test_a_dtype_of_another_time_is_replaced(source: Path, tmp_path: Path) -> None:
-    """The record is always that of the model beside it."""
+    """The record always belongs to the model beside it."""
     tree = sft_tree(tmp_path, export_dtype="bfloat16")
     folder = run("train", tmp_path, tree)
     first = read_export(folder)

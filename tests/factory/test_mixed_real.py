@@ -1,4 +1,4 @@
-"""A mixed and streamed run on a model and data as they are published."""
+"""A mixed and streamed run on a model and data in their published form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen models and moments off the device: what moves and when, that no number changes, and that a run resumes."""
+"""Frozen models and moments off the device: their moves, that no number changes, and that a run resumes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlhf.training.online import train
 
 
 class Elsewhere:
-    """A store that stands in for the memory beside a GPU's: what is in it has no numbers on the device."""
+    """A store that stands in for the memory beside a GPU's: tensors in it have no numbers on the device."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -107,7 +107,7 @@ def test_a_run_is_the_same_bit_for_bit_and_resumes_so(
     assert again.session.resumed
     assert_equal(plain, final(again))
     shutil.rmtree(tmp_path / "moved" / "run" / "checkpoints" / "step-000004")
-    without = trained({**tree, "offload": {}})  # memory is no part of what makes a run
+    without = trained({**tree, "offload": {}})  # memory is no part of a run's identity
     assert without.session.resumed
     assert_equal(plain, final(without))
 

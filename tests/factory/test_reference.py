@@ -1,4 +1,4 @@
-"""The reference of an offline run: asked once, kept on disk, asked again where anything it depends on has changed."""
+"""The reference of an offline run: asked once, kept on disk, asked again if anything it depends on has changed."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_damaged_file_is_computed_anew_and_mended(tmp_path: Path, asked: list[
 
 
 def test_a_changed_model_is_asked_itself(tmp_path: Path, asked: list[int]) -> None:
-    """Also where it lies in the same folder."""
+    """Also if it lies in the same folder."""
     first = references(offline(tree_of(tmp_path)))
     shutil.rmtree(tmp_path / "model")
     make_model(tmp_path / "model", seed=5)

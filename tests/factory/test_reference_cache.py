@@ -1,4 +1,4 @@
-"""Reference log-probabilities on disk: what makes a key, and what becomes of a file that is not whole."""
+"""Reference log-probabilities on disk: the parts of a key, and the fate of a file that is not whole."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_all_that_changes_the_numbers_changes_the_key() -> None:
 
 
 def test_rows_are_told_apart() -> None:
-    """Also where their ids, one behind the other, are the same."""
+    """Also if their ids, one behind the other, are the same."""
     rows = [
         ([[1, 2]], [[3]]),
         ([[1]], [[2, 3]]),

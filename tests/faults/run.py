@@ -4,8 +4,8 @@
     python tests/faults/run.py --kills 5 --algorithm grpo           # or dpo
     python tests/faults/run.py --kills 20 --processes 1             # no launcher
 
-A small run (a two-layer model, seconds) is made once without interruption and once with kills. Which process is killed,
-and when, is drawn from --seed, which is printed:
+A small run (a two-layer model, seconds) is made once without interruption and once with kills. The killed process
+and the moment are drawn from --seed, which is printed:
 
     anywhere     a uniform moment of the process's life, its start and end included
     training     a uniform moment of the first seconds after its first new line of metrics
@@ -52,14 +52,14 @@ TRAINING_S = 3.0
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill, and what it left."""
+    """One kill, and the state after it."""
 
     moment: str
     rank: int
     lived_s: float
     lines: int  # of metrics.jsonl
     latest_intact: str  # checkpoint
-    left: str  # what was half done
+    left: str  # unfinished work
     others_s: float | None  # until the other ranks and the launcher had ended
 
 
@@ -87,7 +87,7 @@ class Runner:
         self.log = config.with_suffix(".log")
 
     def start(self) -> subprocess.Popen[bytes]:
-        """The launcher, or the run itself where there is one process."""
+        """The launcher, or the run itself if there is one process."""
         run = ["-m", "rlhf", "train", str(self.config)]
         if self.processes > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes)]
@@ -104,7 +104,7 @@ class Runner:
             )
 
     def ranks(self, process: subprocess.Popen[bytes]) -> list[int]:
-        """The process ids of the ranks, in their order; of those that are there yet."""
+        """The process ids of the ranks, in their order; of the ranks that are there yet."""
         if self.processes == 1:
             return [process.pid]
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -115,7 +115,7 @@ class Runner:
         return sorted((pid for pid in pids if rank_of(pid) is not None), key=lambda pid: rank_of(pid) or 0)
 
     def finish(self) -> None:
-        """Run to the end, or say what went wrong."""
+        """Run to the end, or report the error."""
         process = self.start()
         if process.wait() != 0:
             raise SystemExit(f"the run failed with {process.returncode}:\n{self.log.read_text()[-3000:]}")
@@ -136,7 +136,7 @@ def rank_of(pid: int) -> int | None:
 
 
 def killed(runner: Runner, draw: random.Random, life_s: float, patience_s: float) -> Kill | None:
-    """Start the run, kill it at a moment that is drawn; None where it came to its end first."""
+    """Start the run, kill it at a moment that is drawn; None if it came to its end first."""
     moment = draw.choice(MOMENTS)
     share, rank = draw.random(), draw.randrange(runner.processes)
     process, began = runner.start(), time.monotonic()
@@ -206,7 +206,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def lines_of(path: Path) -> list[str]:
-    """The lines of a file; none where it is not there."""
+    """The lines of a file; none if it is not there."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -214,7 +214,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def differences(whole: Path, broken: Path) -> list[str]:
-    """What is not the same to the bit in the two run folders."""
+    """The differences of the two run folders, to the bit."""
     different = [name for name in DETERMINISTIC if (whole / name).read_bytes() != (broken / name).read_bytes()]
     a, b = (Checkpoints(folder / "checkpoints", keep=2).all() for folder in (whole, broken))
     if [path.name for path in a] != [path.name for path in b]:
@@ -230,7 +230,7 @@ def differences(whole: Path, broken: Path) -> list[str]:
 
 
 def same(a: Path, b: Path) -> bool:
-    """Equal bytes; of what torch.save wrote, equal values (its archive has the folder's name in it)."""
+    """Equal bytes; in files of torch.save, equal values (its archive has the folder's name in it)."""
     if a.suffix == ".pt":
         return equal(torch.load(a, weights_only=True), torch.load(b, weights_only=True))
     return b.is_file() and a.read_bytes() == b.read_bytes()
@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(options: argparse.Namespace, seed: int, folder: Path) -> int:
-    """The run left alone, the run that is killed, and what differs."""
+    """The run left alone, the run that is killed, and their differences."""
     runners = {}
     for name in ("whole", "killed"):
         config = folder / f"{name}.yaml"
@@ -329,7 +329,7 @@ def report(options: argparse.Namespace, seed: int, folder: Path) -> int:
 
 
 def compared(options: argparse.Namespace, folder: Path) -> list[str]:
-    """What is not as in the run that was left alone."""
+    """The differences from the run that was left alone."""
     if not (folder / "killed" / "model").is_dir():
         raise SystemExit("the run failed:\n" + (folder / "killed.log").read_text()[-3000:])
     steps = [json.loads(line)["step"] for line in lines_of(folder / "killed" / "metrics.jsonl")]

@@ -35,7 +35,7 @@ def writer(text: str) -> Callable[[Path], None]:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Inside, no file can grow past `size` bytes: what a full disk does to a writer, without filling one."""
+    """Inside, no file can grow past `size` bytes: like a full disk, without filling one."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -272,7 +272,7 @@ def test_other_optimizers_than_the_checkpoints_are_refused(tmp_path: Path) -> No
 def test_the_checkpoint_has_every_generator_there_is(
     tmp_path: Path, finished: tuple[Path, dict[str, torch.Tensor]]
 ) -> None:
-    """None: no step reads a global generator, whatever it holds."""
+    """None: no step reads a global generator, in any state."""
     _, whole = finished
     disturbed = online(brief_tree(tmp_path))
     sample = disturbed.sampler.sample
@@ -288,7 +288,7 @@ def test_the_checkpoint_has_every_generator_there_is(
 
 
 def test_a_push_to_servers_that_finds_no_room_is_told_and_leaves_nothing(tmp_path: Path) -> None:
-    """The run is saved then, on what may be the same disk."""
+    """The run is saved then, perhaps on the same disk."""
     folders = WeightFolders(tmp_path)
     with files_of_at_most(1000), pytest.raises(SamplingError, match="cannot write the weights"):
         folders.write(

@@ -70,7 +70,7 @@ def test_too_many_in_a_row_stop_the_run_at_the_last_good_checkpoint(tmp_path: Pa
         train(run)
     run.session.recorder.close()
     assert [path.name for path in run.session.checkpoints.all()] == ["step-000001", "step-000002"]
-    healed = trained(tree)  # what went wrong is gone: the run is the one in which nothing had been wrong
+    healed = trained(tree)  # the fault is gone: the run equals one without it
     assert largest_difference(weights(whole.models.policy), weights(healed.models.policy)) == 0.0
     a, b = (tmp_path / name / "metrics.jsonl" for name in ("whole", "run"))
     assert a.read_bytes() == b.read_bytes()

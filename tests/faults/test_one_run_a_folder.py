@@ -1,4 +1,4 @@
-"""A folder is one run: what happens when another one, or other weights or rows, meet a folder that holds a run."""
+"""A folder is one run: another run, or other weights or rows, meet a folder that holds a run."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from rlhf.training.online_run import OnlineRun
 from rlhf.training.session import TrainState
 
 FILES = ("metrics.jsonl", "samples.jsonl")
-FAULTS: dict[int, str] = {}  # call, from 1 -> what goes wrong in it
+FAULTS: dict[int, str] = {}  # call, from 1 -> its fault
 calls: list[int] = []
 
 
@@ -49,7 +49,7 @@ def faulty(*, prompts: list[str], completions: list[str], references: list[Mappi
 def tree_of(folder: Path, name: str) -> dict[str, Any]:
     source = {"source": {"type": "function", "target": f"{__name__}:faulty", "timeout_s": 0.5}}
     run = {"out_dir": str(folder / name)}
-    once = {"epochs": 1, "minibatches": 1}  # updates are not what is looked at
+    once = {"epochs": 1, "minibatches": 1}  # updates are not under test
     return ppo_tree(folder, reward=source, run=run, checkpoint={"every": 0}, batch=once)
 
 
@@ -109,7 +109,7 @@ CASES = [
 def test_the_run_is_saved_and_goes_on_as_if_nothing_had_been(
     tmp_path: Path, whole: Whole, fault: str, call: int, saved_at: int
 ) -> None:
-    calls.clear()  # of the whole run, where this test is the first
+    calls.clear()  # of the whole run, if this test is the first
     FAULTS[call] = fault
     broken = online(tree_of(tmp_path, "broken"))
     with pytest.raises(RewardError, match=SAID[fault] + rf".*saved at step {saved_at}: the same command continues"):
@@ -210,7 +210,7 @@ def test_a_server_that_is_away_for_a_minute_is_waited_for(
 ) -> None:
     server.ill_from, server.ill_until, server.how = 3, 10, how  # seven tries of step 3
     run = trained(remote_tree(tmp_path, "run", server))
-    ours = [pause for pause in pauses if pause >= 0.5]  # whoever else sleeps does so for less
+    ours = [pause for pause in pauses if pause >= 0.5]  # other sleeps are shorter
     shares = [pause / longest for pause, longest in zip(ours, (1, 2, 4, 8, 16, 30, 30), strict=True)]
     assert all(0.5 <= share <= 1.0 for share in shares)
     assert len(set(shares)) == 7

@@ -1,4 +1,4 @@
-"""Generated configurations and data files, and what must come of each: a valid object, or our own error, in time."""
+"""Generated configurations and data files, and the demand on each: a valid object, or our own error, in time."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def rows_of(loader: str) -> st.SearchStrategy[list[Any]]:
 
 
 def _parquet(rows: list[Any]) -> bytes:
-    """The rows' cells as text; those that are no rows are left out."""
+    """The rows' cells as text; values that are no rows are left out."""
     kept = [{str(k): str(v) for k, v in row.items()} for row in rows if isinstance(row, dict) and row]
     out = io.BytesIO()
     try:
@@ -229,7 +229,7 @@ def _csv(rows: list[Any]) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn, content: bytes) -> bytes:
-    """The content as it is, or with some bytes changed, cut out or put in."""
+    """The content unchanged, or with some bytes changed, cut out or put in."""
     data = bytearray(content)
     for _ in range(draw(st.sampled_from([0, 0, 0, 1, 3]))):
         at = draw(st.integers(0, len(data)))

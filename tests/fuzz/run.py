@@ -2,7 +2,7 @@
 
     python tests/fuzz/run.py --count 10000 [--seed 0] [--only configurations | data-files]
 
-Prints how many were valid and refused; exit code 1 with the smallest failing example where one gave anything else.
+Prints how many were valid and refused; exit code 1 with the smallest failing example if one gave anything else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whatever the file: a valid object, or our own error; never another exception, never a hang. More: run.py here."""
+"""For any file: a valid object, or our own error; never another exception, never a hang. More: run.py here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Small runs of every trainer for a CPU and a GPU, and what is compared between them.
+"""Small runs of every trainer for a CPU and a GPU, and the comparison between them.
 
-What a CPU gives is made before the pretend device is there: beside it every operation of torch, a CPU's too, passes
+The CPU's results are made before the pretend device is there: beside it every operation of torch, a CPU's too, passes
 through Python.
 """
 
@@ -29,7 +29,7 @@ from rlhf.training.session import Session
 Tree = dict[str, Any]
 
 BARE = {"checkpoint": {"every": 0}, "schedule": {"steps": 2}, "eval": {"every": 0}}
-ONLINE: dict[str, Tree] = {  # what has no part in common is in one run
+ONLINE: dict[str, Tree] = {  # options that have no code in common share a run
     "ppo": {},
     "ppo, shared critic, reward in parts": {
         "critic": {"shared": True, "init": "auto"},
@@ -52,7 +52,7 @@ OFFLINE: dict[str, Tree] = {
 NOT_COMPARED = ("time/", "perf/", "memory")
 COUNTED = "clip_fraction"  # tokens beyond a threshold: rounding moves one over it now and then
 SIGNS = "accuracy"  # of pairs, whose margins are rounding while the policy is the reference
-ONE_TOKEN = 0.03  # of those of such a run
+ONE_TOKEN = 0.03  # of the tokens of such a run
 
 
 def online_tree(folder: Path, name: str) -> Tree:
@@ -89,7 +89,7 @@ def offline_tree(folder: Path, name: str) -> Tree:
 
 @contextmanager
 def gpu_or_pretend() -> Iterator[PretendDevice | None]:
-    """Be where there is a GPU; the pretend one, where torch sees none, must find nothing wrong."""
+    """Use the GPU; the pretend one, if torch sees no other, must find nothing wrong."""
     if torch.cuda.is_available():
         yield None
         return
@@ -142,7 +142,7 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 def differences(
     ours: list[dict[str, float]], theirs: list[dict[str, float]], *, tolerance: float = 2e-4
 ) -> list[tuple[str, float, float]]:
-    """The metrics that differ by more than rounding: relative to themselves, or to 0.001 where they are smaller."""
+    """The metrics that differ by more than rounding: relative to themselves, or to 0.001 if they are smaller."""
     assert [sorted(line) for line in ours] == [sorted(line) for line in theirs]
     return [
         (name, line[name], other[name])

@@ -5,14 +5,14 @@
     assert gpu.problems == []
 
 Inside, torch.cuda says that there is one device. A tensor on it is a `DeviceTensor`, whose numbers are an ordinary CPU
-tensor, so that every result can be compared with the CPU's. What a real device would refuse or do behind the program's
-back is kept apart:
+tensor, so that every result can be compared with the CPU's. Refusals and hidden work of a real device
+are kept apart:
 
 - operations over both devices, draws from a CPU generator, waits while a graph is captured: a problem, and an error
 - the host waits for the device (item, bool, nonzero, a mask as an index, a copy to the host): counted by place
 - copies to the device from memory that is not pinned, for which the host waits too: counted by place
 - copies that do not wait: the numbers arrive when the host has waited for them, and NaN stands there until then
-- streams: what one writes and another reads without waiting for it is a problem
+- streams: a tensor that one writes and another reads without waiting for it is a problem
 - kernels (operations that are no views), and the casts of weights among them: counted
 
 Memory, allocators, the numbers of real kernels and NCCL are beyond it. On a machine with a GPU the real one is used.
@@ -92,7 +92,7 @@ class PretendDevice:
     # -- launching ------------------------------------------------------------------------------------------------
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an aten operation as the device would."""
+        """Run an aten operation like the device."""
         given = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
         mine = [tensor for tensor in given if isinstance(tensor, DeviceTensor)]
         target = kwargs.get("device")
@@ -174,7 +174,7 @@ class PretendDevice:
         return out
 
     def _order(self, name: str, mine: list[DeviceTensor], changed: list[DeviceTensor]) -> None:
-        """Check that the current stream knows of the writes that it reads, and of the uses of what it writes."""
+        """Check that the current stream knows of the writes that it reads, and of earlier uses of its outputs."""
         stream = self.stream()
         stream.tick += 1
         merge(stream.known, self._host)
@@ -264,7 +264,7 @@ class PretendDevice:
     def _move(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], mine: list[Any], others: list[Tensor]
     ) -> Any:
-        """Copy between the host and the device; NotImplemented where both ends are on the device."""
+        """Copy between the host and the device; NotImplemented if both ends are on the device."""
         if name == "copy_":
             target, source = args[0], args[1]
             if isinstance(target, DeviceTensor) == isinstance(source, DeviceTensor):
@@ -403,7 +403,7 @@ class PretendDevice:
         self.captures = self.replays = 0
 
 
-_STAND_INS: dict[Any, Callable[..., Any]] = {  # what no CPU kernel does
+_STAND_INS: dict[Any, Callable[..., Any]] = {  # operations without a CPU kernel
     torch.ops.aten.mm.dtype: lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype),
 }
 

@@ -75,7 +75,7 @@ def _host_attention(options: dict[str, Any]) -> Callable[..., Tensor]:
 
 
 def varlen_attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run torch's operation for rows of any length, which has no kernel on a CPU; refuse what CUDA's would refuse."""
+    """Run torch's operation for rows of any length, which has no kernel on a CPU; refuse inputs that CUDA refuses."""
     if not isinstance(args[0], DeviceTensor):
         return NotImplemented
     query, key, value, queries, keys, longest_queries, longest_keys, _, scale, window, *told = args

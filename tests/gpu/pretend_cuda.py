@@ -1,4 +1,4 @@
-"""What torch.cuda's functions are while the pretend device is there."""
+"""The functions of torch.cuda while the pretend device is there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class _Properties:
 
 
 def torch_cuda(machine: Any) -> dict[str, Any]:
-    """Return what torch.cuda's functions are inside the context."""
+    """Return the functions of torch.cuda inside the context."""
     return {
         "is_available": lambda: True,
         "device_count": lambda: 1,

@@ -1,4 +1,4 @@
-"""What C++ answers before it dispatches, on the pretend device: tensors of numbers, pinned memory, fused kernels."""
+"""Answers of C++ before it dispatches, on the pretend device: tensors of numbers, pinned memory, fused kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMES_A_DEVICE = frozenset({str, torch.device})
 
 
 class Functions(TorchFunctionMode):
-    """What C++ would answer before it dispatches: tensors made of Python numbers, pinned memory, fused kernels."""
+    """C++'s answers before it dispatches: tensors made of Python numbers, pinned memory, fused kernels."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs) if kwargs else {}

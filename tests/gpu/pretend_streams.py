@@ -1,4 +1,4 @@
-"""Streams, events and graphs of the pretend device: who has to wait for whom, and what a recorded graph replays."""
+"""Streams, events and graphs of the pretend device: who has to wait for whom, and the replay of a recorded graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ machines: list[Any] = []  # the pretend device in whose context we are, if any
 
 
 def current() -> Any:
-    """Return the device in whose context we are."""
+    """Return the device of the present context."""
     assert machines, "outside of `with PretendDevice()`"
     return machines[0]
 
@@ -26,7 +26,7 @@ Clock = dict[int, int]
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    """Advance `clock` to what `other` knows too."""
+    """Advance `clock` by the knowledge of `other`."""
     for stream, tick in other.items():
         if tick > clock.get(stream, 0):
             clock[stream] = tick
@@ -34,7 +34,7 @@ def merge(clock: Clock, other: Clock) -> None:
 
 @dataclass(eq=False)
 class Memory:
-    """One allocation on the device: who wrote it last, and who has read it since."""
+    """One allocation on the device: its last writer, and its readers since."""
 
     written: tuple[int, int] = (0, 0)  # stream, tick
     read: Clock = field(default_factory=dict)
@@ -52,15 +52,15 @@ class Stream:
         self.device = torch.device("cuda:0")
 
     def clock(self) -> Clock:
-        """Return what is over once everything launched here so far is."""
+        """Return the clock of the moment when everything launched here so far is over."""
         return {**self.known, self.number: self.tick}
 
     def wait_stream(self, other: Stream) -> None:
-        """Make what is launched here from now on wait for what `other` has been given so far."""
+        """Make later launches here wait for the work that `other` has been given so far."""
         merge(self.known, other.clock())
 
     def wait_event(self, event: Event) -> None:
-        """Make what is launched here from now on wait for an event."""
+        """Make later launches here wait for an event."""
         merge(self.known, event.clock)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -82,7 +82,7 @@ class Event:
         self.clock: Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark the end of what a stream has been given so far."""
+        """Mark the end of the work that a stream has been given so far."""
         self.clock = (stream or self.machine.stream()).clock()
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -120,7 +120,7 @@ class Node:
 
 
 class Recording:
-    """What a thread launches while it captures: nothing of it takes effect before the first replay."""
+    """The launches of a thread while it captures: none takes effect before the first replay."""
 
     def __init__(self, mode: str) -> None:
         self.thread, self.mode = threading.get_ident(), mode
@@ -130,7 +130,7 @@ class Recording:
     def add(
         self, work: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Iterable[Tensor]
     ) -> Any:
-        """Record an operation; run it too, since the next ones need the shapes of what it returns."""
+        """Record an operation; run it too, since the next ones need the shapes of its results."""
         for tensor in written:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.before:
@@ -141,7 +141,7 @@ class Recording:
         return out
 
     def finish(self) -> None:
-        """Undo what was written, and fill what was allocated with NaN."""
+        """Undo the writes, and fill the new allocations with NaN."""
         for whole, bytes_before in self.before.values():
             whole.copy_(bytes_before)
         for node in self.nodes:
@@ -193,7 +193,7 @@ class Graph(metaclass=_EitherGraph):
 
 
 class capture:
-    """Record what is launched inside the context; the device is drained first, as torch does."""
+    """Record the launches inside the context; the device is drained first, as in torch."""
 
     def __init__(
         self, graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global", **_: Any

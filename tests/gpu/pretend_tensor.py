@@ -1,4 +1,4 @@
-"""A tensor on the pretend device, and how Python names that device."""
+"""A tensor on the pretend device, and Python's name for that device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen models where they are kept in bfloat16, on a GPU: the same bits, and no weight is cast for a product."""
+"""Frozen models kept in bfloat16, on a GPU: the same bits, and no weight is cast for a product."""
 
 from __future__ import annotations
 

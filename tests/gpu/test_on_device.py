@@ -1,4 +1,4 @@
-"""Every trainer and every way of sampling on a GPU (a pretend one where there is none): the numbers of the CPU."""
+"""Every trainer and every way of sampling on a GPU (a pretend one if there is none): the numbers of the CPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 PRETENDED = ("ppo, shared critic, reward in parts", "ppo, lora", "ppo, transformers, padded", "grpo")
-FEW = {"batch": {"prompts_per_step": 4}}  # where there are four completions of each
+FEW = {"batch": {"prompts_per_step": 4}}  # if there are four completions of each
 
 
 # The pretend GPU is shown one run of each kind of pass; `-m slow` has the others, and a GPU has all (docs/gpu.md).
@@ -106,7 +106,7 @@ def sampler_of(model: Any, batch_size: int, device: str = "cuda") -> FastSampler
 
 
 def sampled(model: Any, device: str, batch_size: int, *, greedy: bool = False) -> list[Completions]:
-    """Two rollouts of 24 rows by the same sampler, the second on what the first has recorded."""
+    """Two rollouts of 24 rows by the same sampler, the second with the recording of the first."""
     sampler = sampler_of(model, batch_size, device)
     drawn = [sampler.sample(prompts_of(ROWS), key=key, group_size=4, greedy=greedy) for key in (7, 8)]
     assert sampler.uses == ("lean" if device == "cpu" else "recorded")

@@ -210,7 +210,7 @@ def planted(owner: Any, name: str, old: str, new: str) -> Iterator[None]:
 
 
 def verdict(scene: Scene, expected: list[Tensor], machine: PretendDevice) -> str:
-    """Run a scene on the device; say what is wrong with it, or nothing."""
+    """Run a scene on the device; report its problems, or nothing."""
     try:
         actual = scene("cuda")
     except (RuntimeError, TypeError, AssertionError) as error:

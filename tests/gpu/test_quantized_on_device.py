@@ -1,4 +1,4 @@
-"""A 4- or 8-bit base is quantized on the device of its run: a GPU takes seconds for what takes a CPU minutes."""
+"""A 4- or 8-bit base is quantized on the device of its run: a GPU takes seconds for work of minutes on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over rows of any length where it is used, on a GPU in bfloat16: one kernel, its trial, and its numbers."""
+"""Attention over rows of any length, in use on a GPU in bfloat16: one kernel, its trial, and its numbers."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def alarm(patience: int = 1) -> Alarm:
     [
         (Reading(3.0, 2.0, True), 0.5),
         (Reading(1.0, 2.0, False), -0.5),
-        (Reading(1.0, 2.0, True), 0.5),  # of an alarm that reads what is too low
+        (Reading(1.0, 2.0, True), 0.5),  # of an alarm for values that are too low
         (Reading(3.0, 2.0, False), -0.5),
     ],
 )

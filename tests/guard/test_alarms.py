@@ -54,7 +54,7 @@ STEADY_TRAINING = {name: value for name, value in STEADY.items() if not name.sta
 ALARMS = all_alarms()
 BEFORE = 20  # steady steps before it goes wrong
 
-# alarm, what goes wrong from step 21 on, what is on the good side of the same limit
+# alarm, values that are wrong from step 21 on, values on the good side of the same limit
 CASES: list[tuple[str, Row, Row]] = [
     ("kl-jump", {"kl/old": 1.1}, {"kl/old": 0.09}),
     ("kl-per-update", {"kl/old": 0.11}, {"kl/old": 0.1}),

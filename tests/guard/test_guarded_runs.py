@@ -53,7 +53,7 @@ def tree_of(folder: Path, **changes: Any) -> dict[str, Any]:
 def test_an_interrupted_run_has_the_same_alarms_actions_and_best_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first_steps: list[int] = []  # from which on TensorBoard hides what an earlier attempt wrote
+    first_steps: list[int] = []  # from which on TensorBoard hides an earlier attempt's events
 
     def open_no_trackers(*_: object, first_step: int, **__: object) -> Trackers:
         first_steps.append(first_step)
@@ -65,7 +65,7 @@ def test_an_interrupted_run_has_the_same_alarms_actions_and_best_checkpoint(
     alarms = folder.read_alarms()
     assert ("kl-jump", 1, "lower_lr") in [(line["alarm"], line["step"], line["action"]) for line in alarms]
     assert straight.session.state.lr_scale == 0.25
-    rates = [row["policy/lr"] for row in folder.read_metrics() if "policy/lr" in row]  # not where nothing was learned
+    rates = [row["policy/lr"] for row in folder.read_metrics() if "policy/lr" in row]  # not if nothing was learned
     assert rates[0] == 1.0
     assert set(rates[1:]) == {0.25}
     raised = [line["step"] for line in alarms if line["action"] == "raise_kl"]
@@ -81,7 +81,7 @@ def test_an_interrupted_run_has_the_same_alarms_actions_and_best_checkpoint(
     resumed, _ = finished(tree_of(tmp_path), f"run.out_dir={tmp_path / 'again'}")
     for name in ("metrics.jsonl", "alarms.jsonl", "samples.jsonl"):
         assert (tmp_path / "again" / name).read_bytes() == (folder.path / name).read_bytes(), name
-    assert first_steps == [0, 7]  # that of the checkpoint is not logged again
+    assert first_steps == [0, 7]  # the checkpoint's is not logged again
     assert resumed.session.state == straight.session.state
     assert weights(tmp_path / "again" / "model") == weights(folder.path / "model")
 

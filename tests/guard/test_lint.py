@@ -1,4 +1,4 @@
-"""Every rule, both sides; what is shipped is silent; what is refused says why, and how to run it nevertheless."""
+"""Every rule, both sides; shipped files are silent; a refusal says why, and how to run the file nevertheless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures made on purpose: the alarm that should go off does, and healthy runs have none (slow); what was recorded."""
+"""Failures made on purpose: the right alarm goes off, and healthy runs have none (slow); the recorded results."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ of each exported tensor. The runs: the quickstart with ten steps of PPO, DPO, GR
 that is killed and resumed, PPO in two processes, and two steps of GRPO on MODEL, a folder with a chat model. About
 nine minutes on one core, and two more for SmolLM2.
 
-NAMES.json has what was renamed in between: {"settings": {old: new}, "metrics": {old: new}, "fields": {old: new}}, where
-fields are those of samples.jsonl. Settings are those given on the command lines below, in their old names.
+NAMES.json has the renamings in between: {"settings": {old: new}, "metrics": {old: new}, "fields": {old: new}}, where
+fields belong to samples.jsonl, and settings are on the command lines below, in their old names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Names = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the program: a configuration, the settings over those of its file, and how it is started."""
+    """A run of the program: a configuration, the settings over its file's, and the way to start it."""
 
     name: str
     config: str
@@ -51,7 +51,7 @@ class Run:
 
 
 def runs(lab: Path, model: Path | None) -> list[Run]:
-    """List the runs after the quickstart; they begin with what it left in `lab`, or with `model`."""
+    """List the runs after the quickstart; they begin with its results in `lab`, or with `model`."""
     start = f"policy.model={lab / 'sft'}"
     pairs = (
         f"data.preferences.path={lab / 'preferences/train.jsonl'}",
@@ -82,7 +82,7 @@ def runs(lab: Path, model: Path | None) -> list[Run]:
 
 
 def record(tree: Path, names: Names, model: Path | None) -> dict[str, Any]:
-    """Make every run with the program in `tree` and collect what it wrote."""
+    """Make every run with the program in `tree` and collect its output."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         lab = folder / "quickstart"
@@ -202,7 +202,7 @@ def renamed(row: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:
 
 
 def unlike(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Say which keys differ, the first few; empty where none does."""
+    """Say which keys differ, the first few; empty if all are equal."""
     keys = [key for key in sorted(set(before) | set(after)) if before.get(key, "-") != after.get(key, "-")]
     return ", ".join(f"{key}: {before.get(key, '-')} -> {after.get(key, '-')}" for key in keys[:3])
 

@@ -1,4 +1,4 @@
-"""The name of a lab's folder changes with what makes the lab, and with nothing else."""
+"""The name of a lab's folder changes with the code and settings that make the lab, and with nothing else."""
 
 from __future__ import annotations
 

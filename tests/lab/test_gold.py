@@ -236,5 +236,5 @@ def test_expected_accuracy_lies_between_the_judge_and_his_opposite():
 
 
 def _at_limit(prompt: str, text: str) -> bool:
-    """Whether the text is as repetitive as can be: what is said again is then ignored, not paid for."""
+    """Whether the text is as repetitive as can be: repeated words are then ignored, not paid for."""
     return gold_parts(prompt, text)["repetition"] == -2.5

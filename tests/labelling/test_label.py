@@ -1,4 +1,4 @@
-"""Labels from judges: pairs and rankings that our readers read, both orders, ties, what cannot be read, agreement."""
+"""Labels from judges: pairs and rankings that our readers read, both orders, ties, unreadable answers, agreement."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ STEPS = {"ppo_penalty": 20, "a2c": 20, "reinforce": 20, "remax": 28}
 def tree_of(folder: Path, preset: str) -> dict[str, Any]:
     tree = ppo_tree(folder, schedule={"steps": STEPS.get(preset, 8)}, eval={"every": 0}, checkpoint={"every": 0})
     tree["algorithm"] = {"preset": preset}
-    tree["batch"]["micro_batch_size"] = 64  # each minibatch in one pass: what the size changes, test_same_run.py shows
+    tree["batch"]["micro_batch_size"] = 64  # each minibatch in one pass: test_same_run.py shows the effect of the size
     if preset in ONE_STEP:
         tree = merge(tree, {"batch": {"epochs": 1, "minibatches": 1}})
     if preset not in ("ppo", "ppo_penalty", "a2c"):
@@ -40,7 +40,7 @@ def tree_of(folder: Path, preset: str) -> dict[str, Any]:
     return tree
 
 
-# What tells the others apart from these is proven by enumeration (tests/exact).
+# The differences of the others from these are proven by enumeration (tests/exact).
 @pytest.mark.parametrize("preset", quick(ONLINE, ["ppo", "grpo", "reinforce"]))
 def test_every_online_preset_raises_the_gold(tmp_path: Path, preset: str) -> None:
     trained(tree_of(tmp_path, preset))
@@ -113,7 +113,7 @@ def test_a_threshold_leaves_prompts_without_a_completion(tmp_path: Path) -> None
 
 
 def test_refilled_groups_are_counted_and_learned_from(tmp_path: Path) -> None:
-    """As the policy learns, all of a group score alike: other prompts stand in, and the count says what they cost."""
+    """As the policy learns, all of a group score alike: other prompts stand in, and the count shows their cost."""
     few = ("sampling.completions_per_prompt=2", "schedule.steps=12")
     run = trained(tree_of(tmp_path, "dapo"), "algorithm.refill_rounds=2", *few)
     rows = metrics(tmp_path)

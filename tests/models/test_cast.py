@@ -59,7 +59,7 @@ class Products(TorchDispatchMode):
 def products(batch: Any) -> set[tuple[Any, ...]]:
     model = tiny(dtype=torch.float32)
     assert supports_fused(body_of(model))
-    completion_outputs(model, *fields(batch), temperature=1.0)  # what is found out once about a model
+    completion_outputs(model, *fields(batch), temperature=1.0)  # the trials of a new model
     with Products() as seen, torch.autocast("cpu", dtype=torch.bfloat16):
         outputs = completion_outputs(model, *fields(batch), temperature=1.0)
         outputs.logprobs.sum().backward()  # type: ignore[no-untyped-call]
@@ -101,7 +101,7 @@ def test_each_weight_is_cast_once_an_optimizer_step() -> None:
     model = tiny(dtype=torch.float32)
     body: Any = body_of(model)
     assert supports_fused(body)
-    micro_batches(model, count=1)  # what is found out once about a model
+    micro_batches(model, count=1)  # the trials of a new model
     down = tuple(body.layers[0].mlp.down_proj.weight.shape)
     with Casts() as casts, weights_cast_once():
         micro_batches(model, count=3)

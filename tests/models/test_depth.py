@@ -29,7 +29,7 @@ from rlhf.models.logprobs import completion_outputs
 
 @pytest.fixture
 def body(shared: Path) -> Any:
-    """SmolLM2 without its head, a new object: what is known of a model is known of the object."""
+    """SmolLM2 without its head, a new object: trials are remembered by object."""
     return copy.copy(real_model(shared).model)
 
 

@@ -1,4 +1,4 @@
-"""What is exported is what was loaded but for the weights, and the weights too where nothing was trained."""
+"""The export equals the loaded folder but for the weights, and the weights too if nothing was trained."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def origin_of(folder: Path) -> Origin:
 
 
 def untrained(folder: Path, out: Path) -> Path:
-    """The folder, loaded to train and exported as it is."""
+    """The folder, loaded to train and exported unchanged."""
     tokenizer = load_tokenizer(str(folder))
     model = load_policy(PolicyConfig(model=str(folder)), str(folder), tokenizer)
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
@@ -269,7 +269,7 @@ def test_an_export_does_not_need_its_source_any_more(tmp_path: Path) -> None:
 
 
 def scores(folder: Path, rows: list[list[int]], pad: int | None = None) -> torch.Tensor:
-    """What plain transformers says of the rows: together, padded with `pad`, or one by one."""
+    """The scores of the rows by plain transformers: together, padded with `pad`, or one by one."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         if pad is None:
@@ -282,7 +282,7 @@ def scores(folder: Path, rows: list[list[int]], pad: int | None = None) -> torch
 
 @torch.no_grad()
 def last_scores(reward: ScalarHeadModel, rows: list[list[int]]) -> torch.Tensor:
-    """What we say of the rows: the score at the last token of each."""
+    """Our scores of the rows: at the last token of each."""
     states = [reward.classifier.base_model(torch.tensor([row])).last_hidden_state for row in rows]
     return torch.stack([reward.score_hidden(state)[0, -1] for state in states])
 

@@ -1,4 +1,4 @@
-"""What a run says of its optimizations."""
+"""The notes of a run about its optimizations."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_scores_are_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_a_tied_matrix_stays_as_it_is() -> None:
-    """What is the embedding too is read without a product."""
+    """A matrix that is the embedding too is read without a product."""
     model = freeze(tiny(dtype=torch.float32))
     body = body_of(model)
     body.layers[0].self_attn.q_proj.weight = body.layers[0].self_attn.o_proj.weight  # tied to each other: rounded once
@@ -106,7 +106,7 @@ def test_exact_matrices_are_stored_in_half_the_memory_on_a_cpu(family: str, dtyp
     assert saved_bytes == bytes_before - bytes_of(model)
     stored = [weight for weight in model.parameters() if weight.dtype == torch.bfloat16]
     assert saved_bytes == 2 * sum(weight.numel() for weight in stored)
-    own_embedding = type(model.get_input_embeddings()) is not nn.Embedding  # Gemma's scales what it looks up
+    own_embedding = type(model.get_input_embeddings()) is not nn.Embedding  # Gemma's scales the rows that it looks up
     assert (model.get_input_embeddings().weight.dtype == torch.float32) == own_embedding
     assert body_of(model).norm.weight.dtype == torch.float32
     assert supports_fused(body_of(model))

@@ -1,4 +1,4 @@
-"""A GGUF file is accepted wherever a model or a tokenizer is; what comes back is an ordinary model."""
+"""A GGUF file is accepted wherever a model or a tokenizer is; it is read as an ordinary model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The written-out pass: what the modules compute, values and gradients, whatever is frozen, shared or recomputed."""
+"""The written-out pass: the modules' values and gradients, with any parts frozen, shared or recomputed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LogprobsAndGradients = tuple[Tensor, dict[str, Tensor | None]]
 
 
 def gradients(model: CausalLM, batch: Completions) -> LogprobsAndGradients:
-    """A curved function of what is said, and the gradient of every weight."""
+    """A curved function of the outputs, and the gradient of every weight."""
     model.zero_grad()
     outputs = asked(model, batch)
     loss = (outputs.logprobs.exp() + outputs.entropy**2).sum()
@@ -79,7 +79,7 @@ def test_values_and_gradients_are_the_modules(monkeypatch: pytest.MonkeyPatch, f
     for (
         name,
         parameter,
-    ) in model.named_parameters():  # norms of one and biases of zero would hide what is done with them
+    ) in model.named_parameters():  # norms of one and biases of zero would hide their use
         if "norm" in name or name.endswith("bias"):
             nn.init.normal_(parameter, mean=1.0, std=0.3)
     assert_same(monkeypatch, model, BATCHES[batch])
@@ -156,11 +156,11 @@ def test_only_what_it_computes() -> None:
     assert not supports_fused(split)
 
 
-JOINED = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "up_proj": "gate_up_proj"}  # where Phi-3 keeps them
+JOINED = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "up_proj": "gate_up_proj"}  # Phi-3's name for each
 
 
 def adapted(family: str, targets: Sequence[str] | str = "all-linear") -> CausalLM:
-    """A model with an adapter that changes what it says."""
+    """A model with an adapter that changes its outputs."""
     if not isinstance(targets, str):
         targets = sorted({JOINED[name] if family == "phi3" and name in JOINED else name for name in targets})
     model = add_lora(
@@ -220,7 +220,7 @@ def test_adapters_that_are_more_than_a_product_are_left_to_their_modules() -> No
 
 
 def test_a_mistake_with_a_fresh_adapter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new adapter adds nothing (B = 0), so that it would hide what is done with it."""
+    """A new adapter adds nothing (B = 0), so that it would hide its use."""
     plain = lean._add_low_rank
     monkeypatch.setattr(lean, "_add_low_rank", lambda y, x, low: plain(y, x, low._replace(scale=1.0)))
     assert not supports_fused(body_of(add_lora(tiny(), LoraConfig(r=3, alpha=5))))
@@ -244,7 +244,7 @@ def test_a_broken_model_is_left_to_its_modules() -> None:
 
 
 def test_not_where_each_gradient_is_taken_as_it_comes() -> None:
-    """ZeRO-2: processes whose rows differ would take them in different orders, and add up those of other weights."""
+    """ZeRO-2: processes whose rows differ would take them in different orders, and add up other weights' gradients."""
     watched = body_of(tiny())
     assert supports_fused(watched)
     handle = watched.layers[1].mlp.down_proj.weight.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[union-attr, operator]

@@ -1,4 +1,4 @@
-"""Log-probabilities by chunks: the naive ones, values and gradients, whatever the head; and never all logits."""
+"""Log-probabilities by chunks: the naive ones, values and gradients, for any head; and never all logits."""
 
 from __future__ import annotations
 

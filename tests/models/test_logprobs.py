@@ -19,7 +19,7 @@ from rlhf.types import Completions
 T = 0.7
 
 
-HOW: LogProbs = "chunked"  # what the fixture sets
+HOW: LogProbs = "chunked"  # set by the fixture
 
 
 @pytest.fixture(params=["chunked", "naive"], autouse=True)

@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_window_and_context_are_the_language_model_s(folder: Path) -> None:
     model = load_causal_lm(str(folder))
     assert isinstance(model, Gemma3ForConditionalGeneration)
-    assert getattr(model.config, "sliding_window", None) is None  # what asking the outer configuration would give
+    assert getattr(model.config, "sliding_window", None) is None  # the answer of the outer configuration
     assert (attention_window(model), context_length(model)) == (WINDOW, CONTEXT)
     assert text_config(model).hidden_size == 16
 

@@ -96,7 +96,7 @@ def test_the_slower_way_is_named(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_critic_that_transformers_has_no_class_for_is_one_line(tmp_path: Path) -> None:
-    """The message listed the hundred classes that transformers has."""
+    """The message listed the hundred classes of transformers."""
     prompts_file(tmp_path)
     changes = {"policy": {"model": publish(tmp_path / "model", "llama4_text")}, "schedule": {"steps": 1}}
     with pytest.raises(ModelError, match="has no sequence classifier for models of type llama4_text") as caught:

@@ -1,4 +1,4 @@
-"""Rows without padding: what a padded rectangle says, values and gradients, and no token sees another row."""
+"""Rows without padding: a padded rectangle's values and gradients, and no token sees another row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARED = completions_of(
     [[3, 14, EOS], [15, 9, 2, 6, 5, EOS], [PAD], [10, 10, 7, EOS], [3, 14]],
 )
 BATCHES = {"alone": ragged(), "shared": SHARED}
-CLOSE = {"gemma": 1e-5}  # its norms are computed in float32 whatever the dtype
+CLOSE = {"gemma": 1e-5}  # its norms are computed in float32 for any dtype
 
 
 def fields(b: Completions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -33,7 +33,7 @@ def fields(b: Completions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def outputs_and_gradients(model: CausalLM, batch: Completions, packing: Packing) -> tuple[list[Tensor], list[Tensor]]:
-    """All that is said of the completions, and the gradient of a curved function of it."""
+    """All outputs for the completions, and the gradient of a curved function of them."""
     model.zero_grad()
     outputs = completion_outputs(
         model, *fields(batch), temperature=0.7, entropy_gradient=True, with_hidden=True, packing=packing
@@ -153,7 +153,7 @@ def test_no_gradient_flows_between_rows_or_back_in_time(batch: str) -> None:
 
 
 def _owners(b: Completions, laid: PackedBatch) -> list[tuple[list[int], list[int]]]:
-    """Of each row, where its prompt's and its completion's tokens are laid."""
+    """Of each row, the places of its prompt's and its completion's tokens."""
     owners, at, prompts = [], 0, [i[m].tolist() for i, m in zip(b.prompt_ids, b.prompt_mask, strict=True)]
     lengths = b.completion_mask.sum(dim=1).tolist()
     if isinstance(laid.layout, RectangleLayout) and laid.layout.second is None:

@@ -1,4 +1,4 @@
-"""Models that padding disturbs are named; of models that leave it out nothing is said."""
+"""Models that padding disturbs are named; models that leave it out are not."""
 
 from __future__ import annotations
 

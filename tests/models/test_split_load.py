@@ -1,4 +1,4 @@
-"""Which models can be loaded in parts, and why others are loaded whole; that both are the same: tests/distributed."""
+"""Models that can be loaded in parts, and the reasons against others; tests/distributed compares both ways."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Recording(Engine):
-    """An engine that reads every weight whole, as that of one process would."""
+    """An engine that reads every weight whole, like the engine of one process."""
 
     def partition(self, module: torch.nn.Module, read: object) -> None:
         assert callable(read)

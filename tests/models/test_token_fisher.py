@@ -19,7 +19,7 @@ from rlhf.models.token_fisher import TokenFisher
 from rlhf.types import Experience, Rollout
 
 TEMPERATURE = 0.7
-# A Llama's norms are computed in float32 by its own modules, whatever the dtype of the model.
+# A Llama's norms are computed in float32 by its own modules, in any dtype of the model.
 ACCURACY = {"llama": 1e-4, "gpt2": 1e-9, "gemma": 1e-4}
 
 
@@ -129,7 +129,7 @@ def test_the_way_of_the_passes_changes_no_result(family: str, options: dict[str,
 
 
 def all_trained(family: str) -> PreTrainedModel:
-    """A model of which everything learns: embeddings, and the head that shares them where it is tied."""
+    """A model of which everything learns: embeddings, and the head that shares them if it is tied."""
     return tiny(family)
 
 
@@ -160,7 +160,7 @@ def test_logits_are_made_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     old = {name: p.detach() + 0.1 * vector[name] for name, p in fisher.named.items()}
     whole, kl = flat(fisher.product(batch, vector)), fisher.kl(batch, old)
     monkeypatch.setitem(logprobs.CHUNK_TOKENS, "cpu", 2)
-    monkeypatch.setitem(logprobs.MAX_CHUNK_LOGITS, "cpu", 1)  # a row at a time where logits are made at once
+    monkeypatch.setitem(logprobs.MAX_CHUNK_LOGITS, "cpu", 1)  # a row at a time if logits are made at once
     for options in ({}, {"log_probs": "naive"}):
         parts = fisher_of(model, **options)
         torch.testing.assert_close(flat(parts.product(batch, vector)), whole, rtol=1e-9, atol=1e-10)

@@ -1,4 +1,4 @@
-"""Attention over rows of any length: the rectangles' numbers, and what the kernel is given. It is emulated on a CPU."""
+"""Attention over rows of any length: the rectangles' numbers, and the kernel's arguments. It is emulated on a CPU."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_kernel_is_given_the_tokens_as_they_are(calls: list[Any]) -> None:
 
 
 def test_a_kernel_that_reads_groups_off_the_shapes_is_not_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of torch 2.11 has no such parameter."""
+    """The kernel of torch 2.11 has no such parameter."""
 
     def kernel(*args: Any, scale: float | None, window_size: tuple[int, int]) -> Tensor:
         return emulated(*args, scale=scale)

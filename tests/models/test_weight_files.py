@@ -1,4 +1,4 @@
-"""Parts of tensors are read from safetensors files as the whole tensors have them."""
+"""Parts of tensors are read from safetensors files with the numbers of the whole tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs of the KL estimates, advantages and returns, and of what makes scores of them."""
+"""Bugs of the KL estimates, advantages and returns, and of the code that makes scores of them."""
 
 from __future__ import annotations
 

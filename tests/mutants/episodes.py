@@ -1,4 +1,4 @@
-"""Bugs of episodes: what is learned of them, and what the environment wrote."""
+"""Bugs of episodes: the tokens that are learned, and the environment's tokens."""
 
 from __future__ import annotations
 

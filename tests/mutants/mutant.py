@@ -1,4 +1,4 @@
-"""What a seeded bug is: one exact replacement in one file, and the tests that must notice it.
+"""Defines a seeded bug: one exact replacement in one file, and the tests that must notice it.
 
 The list is `MUTANTS` in `mutants.py`. An entry reads
 
@@ -6,8 +6,8 @@ The list is `MUTANTS` in `mutants.py`. An entry reads
         name="whiten-keeps-mean",                          # unique; for --only
         file="rlhf/algo/masked.py",                             # from the repository's root
         before="scaled if shift_mean else scaled + mean",  # exact text, once in the file
-        after="scaled + mean",                             # what it becomes; must still load
-        why="whitened advantages keep their mean: ...",    # what goes wrong, whom it bit
+        after="scaled + mean",                             # its replacement; must still load
+        why="whitened advantages keep their mean: ...",    # the error, whom it bit
         tests=("tests/algo/test_masked.py",),                   # pytest's arguments: files, file::test
     )
 
@@ -34,7 +34,7 @@ class Mutant:
     timeout_s: int = 180
 
     def stale(self, root: Path) -> str | None:
-        """Why this mutant no longer fits the repository at `root`, or None if it does."""
+        """Why this mutant no longer fits the repository at `root`, or None if it still fits."""
         path = root / self.file
         if not path.is_file():
             return f"{self.name}: there is no {self.file}"

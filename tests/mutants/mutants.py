@@ -1,4 +1,4 @@
-"""The bugs we seed in the mathematics: those found in the field, and our own that a test was written for.
+"""The bugs we seed in the mathematics: bugs found in the field, and our own that a test was written for.
 
 Format: mutant.py. For everything else scripts/mutate.sh makes mutants by itself.
 """

@@ -1,4 +1,4 @@
-"""Bugs of the losses of preference data, and of which completions are learned from."""
+"""Bugs of the losses of preference data, and of the choice of completions to learn from."""
 
 from __future__ import annotations
 

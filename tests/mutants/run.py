@@ -42,7 +42,7 @@ ASSERTIONS = {"AssertionError", "Failed"}  # Failed: pytest.raises that met no e
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one mutant."""
+    """The outcome of one mutant."""
 
     outcome: Outcome
     by: str
@@ -50,7 +50,7 @@ class Verdict:
 
 
 def copy_repository(root: Path, target: Path) -> None:
-    """Copy what git tracks and what it does not ignore; no history, no environment, no runs."""
+    """Copy the files that git tracks or does not ignore; no history, no environment, no runs."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=root, check=True, capture_output=True, text=True,
@@ -63,7 +63,7 @@ def copy_repository(root: Path, target: Path) -> None:
 
 
 def clean_environment(copy: Path, witness: Path) -> dict[str, str]:
-    """This process's environment, less what an outer pytest left in it; `copy` comes before any installed package."""
+    """This process's environment, less an outer pytest's variables; `copy` comes before any installed package."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return kept | {
         "PYTHONPATH": os.pathsep.join([str(copy), str(HERE)]),
@@ -78,7 +78,7 @@ def run_tests(
 ) -> tuple[int | None, list[dict[str, Any]], str]:
     """Run `tests` in `copy`.
 
-    Returns pytest's exit code (None: timed out), what the failing tests raised, and the output's end.
+    Returns pytest's exit code (None: timed out), the errors of the failing tests, and the output's end.
     """
     with tempfile.TemporaryDirectory(prefix="mutant-witness-") as scratch:
         witness, log = Path(scratch, "witness.jsonl"), Path(scratch, "output.txt")
@@ -108,7 +108,7 @@ def run_tests(
 
 
 def classify(code: int | None, raised: Sequence[dict[str, Any]]) -> tuple[Outcome, str]:
-    """The outcome, and by what: pytest's exit code says whether, the exceptions say how."""
+    """The outcome and its cause: pytest's exit code tells the outcome, the exceptions the cause."""
     if code is None:
         return "timed out", ""
     if code == 0:
@@ -126,7 +126,7 @@ def classify(code: int | None, raised: Sequence[dict[str, Any]]) -> tuple[Outcom
 
 
 def judge(mutant: Mutant, root: Path) -> Verdict:
-    """Seed one bug in a fresh copy and see what its tests say."""
+    """Seed one bug in a fresh copy and run its tests."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as scratch:
         copy = Path(scratch, "repository")
@@ -157,7 +157,7 @@ def load(path: Path) -> list[Mutant]:
 
 
 def problems(mutants: Sequence[Mutant], root: Path) -> list[str]:
-    """Everything that makes the list not fit the repository."""
+    """All points in which the list does not fit the repository."""
     if not mutants:
         return ["the list is empty"]
     repeated = [name for name, count in Counter(m.name for m in mutants).items() if count > 1]

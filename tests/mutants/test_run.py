@@ -57,7 +57,7 @@ MUTANTS = [
 ]
 """
 
-# Each of a dozen runs of pytest would import all installed plugins, which takes longer than all else that it does.
+# Each of a dozen runs of pytest would import all installed plugins, which takes longer than all its other work.
 PLUGINS = sorted({entry.name for entry in entry_points(group="pytest11")})
 SETTINGS = f"[pytest]\naddopts = {' '.join(f'-p no:{name}' for name in PLUGINS)}\n"
 

@@ -1,4 +1,4 @@
-"""A pytest plugin that writes down what each failing test raised, one JSON object a line.
+"""A pytest plugin that writes down the errors of each failing test, one JSON object a line.
 
 pytest's exit code alone cannot tell a test that noticed a bug from a module that no longer imports.
 """

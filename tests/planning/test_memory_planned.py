@@ -1,4 +1,4 @@
-"""The bytes of a two-layer model worked by hand, and what may only grow."""
+"""The bytes of a two-layer model worked by hand, and figures that may only grow."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_peak_of_sft_of_two_layers_is_the_one_worked_by_hand(monkeypatch: py
     config = train_config(settings("sft", batch__prompts_per_step=1))
     plan = make_plan(config, CPU, Lengths(prompt=1, completion=3))
     resting = 372 * (4 + 8)
-    start = resting + 1200 + (96 + 192) + 496  # all activations, what the head keeps, the head's backward pass
+    start = resting + 1200 + (96 + 192) + 496  # all activations, the head's kept tensors, the head's backward pass
     working = 4 * (4 * 8 * 4 + 4 * 4 * 4) + 4 * 3 * 4 * 8
     end = resting + 372 * 4 + 1200 / 2 + working  # all gradients, the activations of a layer, its backward pass
     assert (start, end) == (6448, 7704)
@@ -311,7 +311,7 @@ def test_prompts_that_a_group_shares_and_that_are_longer_than_completions_are_no
         sum(i.bytes for i in plan.memory.items if (i.phase, i.kind) == ("rollout", "sampler's copy"))
         for plan in (shared, evaluated)
     ]
-    assert copies[1] == 2 * copies[0]  # that of the evaluations stays meanwhile
+    assert copies[1] == 2 * copies[0]  # the evaluations' stays meanwhile
     offline = planned("sft", GPU, data__eval_prompts={"path": "held_out.jsonl", "limit": 16})
     assert kinds_by_phase(offline, "policy", "sampler's copy") == ["update", "export"]
 

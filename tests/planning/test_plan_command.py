@@ -1,4 +1,4 @@
-"""What `rlhf plan` prints and returns, what `rlhf train` refuses, and what it never refuses."""
+"""The output and the exit code of `rlhf plan`, refusals of `rlhf train`, and runs that it never refuses."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_what_cannot_fit_is_refused_with_the_plan_and_the_cures() -> None:
 
 
 def test_a_gpu_with_room_is_told_of_larger_passes() -> None:
-    """The whole minibatch of 64 rows where it fits with a fifth to spare, a part of it on a smaller card."""
+    """The whole minibatch of 64 rows if it fits with a fifth to spare, a part of it on a smaller card."""
     plan = planned("grpo", on(200))
     assert larger_passes(plan.config, plan.machine) == (
         "batch.micro_batch_size=64 fits this GPU too: fewer passes are faster, and the result is the same"
@@ -240,7 +240,7 @@ def test_the_check_of_a_run_takes_well_under_a_second(tmp_path: Path, empty: str
 
 
 def printed(capsys: pytest.CaptureFixture[str], words: Sequence[str], code: int = 0) -> str:
-    capsys.readouterr()  # what was written while the model was made
+    capsys.readouterr()  # the messages while the model was made
     assert main(list(words)) == code
     shown = capsys.readouterr()
     assert shown.err == ""
@@ -266,7 +266,7 @@ def test_the_command_prints_the_plan(tmp_path: Path, empty: str, capsys: pytest.
 def test_the_command_prints_json(tmp_path: Path, empty: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = tiny(tmp_path)
     plan = json.loads(printed(capsys, ["plan", empty, *settings, "--json", "--memory", "80GiB", "--gpus", "2"]))
-    assert plan["device"] == "cpu"  # as run.device says
+    assert plan["device"] == "cpu"  # by run.device
     assert plan["memory"] == 80 * 2**30
     assert plan["peak"] == max(plan["phases"].values()) == plan["phases"][plan["peak_phase"]]
     assert plan["peak"] == pytest.approx(

@@ -1,4 +1,4 @@
-"""Shapes of published models, of folders, and of what is not known."""
+"""Shapes of published models, of folders, and of unknown models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a test of plug-ins registers is gone after it."""
+"""Classes that a test of plug-ins registers are gone after it."""
 
 from __future__ import annotations
 

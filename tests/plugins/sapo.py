@@ -32,9 +32,9 @@ class Sapo(TokenLoss):
 
     type: Literal["sapo"] = "sapo"
     tau_pos: Temperature = 1.0
-    """Temperature of the gate where the advantage is positive."""
+    """Temperature of the gate if the advantage is positive."""
     tau_neg: Temperature = 1.05
-    """The same where it is negative; larger, since pushing a token down raises all others."""
+    """The same if it is negative; larger, since pushing a token down raises all others."""
 
     def per_token(self, tokens: Tokens) -> Surrogate:
         """Compute the gated loss.

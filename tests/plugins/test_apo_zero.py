@@ -63,7 +63,7 @@ class ApoZero(PairLoss):
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The user's file; what it registers is forgotten after the test."""
+    """The user's file; its registrations are forgotten after the test."""
     members, presets = dict(OfflineLoss.members), dict(PRESETS)
     monkeypatch.setattr("rlhf.plugins._loaded", {})
     path = tmp_path / "apo_zero.py"

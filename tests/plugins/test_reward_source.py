@@ -184,7 +184,7 @@ def test_it_is_a_member_of_others(plugin: ModuleType) -> None:
     assert keys == ["reward.source.sources.0", "reward.source.sources.1.source"]
     built = build_source(source, tokenizer(), Engine(torch.device("cpu")))
     assert isinstance(built, EnsembleReward)
-    assert isinstance(built.members["sources.0"], MainRankReward)  # other processes get what rank 0 computes
+    assert isinstance(built.members["sources.0"], MainRankReward)  # other processes get the scores of rank 0
 
 
 def test_what_a_class_has_to_define_is_said_when_it_is_defined() -> None:

@@ -1,4 +1,4 @@
-"""A policy loss and an advantage of the user's: what one file of each costs, and that nothing else has to know it."""
+"""A policy loss and an advantage of the user's: the cost of one file of each, and that no other code has to know it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A suite in a file of a user's own: it is all that there is to write."""
+"""A suite in a file of a user's own: nothing else has to be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plotly draws of a chart."""
+"""A chart as drawn by plotly."""
 
 from __future__ import annotations
 

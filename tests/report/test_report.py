@@ -1,4 +1,4 @@
-"""The page of a run: what it says, what it draws, and that nothing a model writes can act on it."""
+"""The page of a run: its text, its charts, and that no text of a model can act on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process reward model from step labels: its rows, its loss by hand, what is exported, and whether it learns."""
+"""A process reward model from step labels: its rows, its loss by hand, its export, and whether it learns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def solutions(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """A step is wrong where it has the word bad; a later step does not mend it."""
+    """A step is wrong if it has the word bad; a later step does not mend it."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):

@@ -53,7 +53,7 @@ def test_it_is_antisymmetric_and_indifferent_between_equals() -> None:
 
 
 def test_the_order_of_the_pairs_says_nothing() -> None:
-    """Every second pair is swapped inside; a pair's neighbors must not change what is learned."""
+    """Every second pair is swapped inside; a pair's neighbors must not change the learned weights."""
     train, test = reviews(61, seed=0), reviews(20, seed=1)
     one, other = fit_bag_of_words(train[:60]), fit_bag_of_words([*train[1:60], train[0]])
     assert one is not None

@@ -155,7 +155,7 @@ def test_several_rewards_and_a_watching_judge_in_one_run(tmp_path: Path) -> None
 
 
 def test_the_report_card_is_of_the_model_as_it_was_exported(tmp_path: Path) -> None:
-    """Weights that are stored in bfloat16 lose most of a small step: the card must not say what is lost."""
+    """Weights that are stored in bfloat16 lose most of a small step: the card must not include the lost part."""
     settings = tree(tmp_path, model={"lr": 1e-5, "export_dtype": "bfloat16"}, ensemble=1, schedule={"steps": 1})
     run = config(settings)
     assert run_reward_model(run, quiet())

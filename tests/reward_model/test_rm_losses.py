@@ -1,4 +1,4 @@
-"""Bradley-Terry by hand, and by what must hold of it."""
+"""Bradley-Terry by hand, and by its properties."""
 
 from __future__ import annotations
 

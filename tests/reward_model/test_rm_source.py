@@ -230,7 +230,7 @@ def test_another_familys_reward_model_reads_conversations_by_its_own_template(tm
 def test_a_run_of_another_vocabulary_reads_conversations_as_it_was_trained_to(
     chat: dict[str, str], tmp_path: Path
 ) -> None:
-    """It read them by its tokenizer's template, whatever data.chat_template and data.system were."""
+    """It read them by its tokenizer's template, without regard to data.chat_template and data.system."""
     own, model = tokenizer(), made_model(tmp_path)
     own.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     model.save(own, tmp_path / "rm/model")

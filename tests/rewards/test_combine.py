@@ -63,7 +63,7 @@ def test_gdpo_of_one_source_is_grpo_up_to_the_batch() -> None:
 
 
 def test_gdpo_does_not_depend_on_the_scale_of_a_source() -> None:
-    """Which is its point: summed first, a reward of large spread hides the others."""
+    """This is its purpose: summed first, a reward of large spread hides the others."""
     scores = torch.randn(2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     weights = torch.ones(2, dtype=torch.float64)
     scaled = scores * torch.tensor([[1.0], [1000.0]]) + torch.tensor([[3.0], [-7.0]])
@@ -137,7 +137,7 @@ def sometimes(completions: list[str]) -> list[Any]:
 
 
 def broken(completions: list[str]) -> list[Any]:
-    """None where it does not apply, infinity where it breaks."""
+    """None if it does not apply, infinity if it breaks."""
     return [None, None, None, math.inf]
 
 

@@ -1,4 +1,4 @@
-"""A function reward sees the right texts, and every way to get it wrong is told plainly."""
+"""A function reward sees the right texts, and every mistake with it is named plainly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language model behind an endpoint: retries, what is kept, what is never written down, and how answers are read."""
+"""A language model behind an endpoint: retries, kept answers, secrets kept out of files, and how answers are read."""
 
 from __future__ import annotations
 

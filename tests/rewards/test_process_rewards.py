@@ -1,4 +1,4 @@
-"""Rewards of steps: where they stand, what GAE makes of them, and a model of the hub's form."""
+"""Rewards of steps: their places, their advantages by GAE, and a model of the hub's form."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_run_is_trained_on_them(tmp_path: Path) -> None:
     row = run.session.recorder.folder.read_metrics()[-1]
     assert row["process/reward"] > 0
     assert row["process/steps"] > 0
-    # the first values are 0: the mean return of a token is what is left of the score and of the rewards of steps
+    # the first values are 0: the mean return of a token is the rest of the score and of the rewards of steps
     assert row["critic/return"] > row["score/mean"] + 0.1 * row["process/reward"]
     assert row["reward/kl_penalty"] == pytest.approx(0.0, abs=1e-5)  # rewards of steps are no penalty
     for preset in ("online_dpo", "rejection_sampling", "dapo"):

@@ -89,7 +89,7 @@ def test_the_server_gets_texts_and_gives_scores_and_parts(serve: Callable[[Answe
     assert server.requests == [
         {
             "prompts": ["t5 t7", "asked"],
-            # "asked" is what the user wrote; the completion is still what follows the tokens.
+            # "asked" is the user's text; the completion is still the text after the tokens.
             "completions": [" t3 t14", " t15 t9"],
             "references": [{"answer": "a"}, {"answer": "b", "prompt": "asked"}],
         }
@@ -156,7 +156,7 @@ def test_a_server_that_is_not_there_ends_in_an_error() -> None:
 
 
 def test_a_connection_that_breaks_is_tried_again(serve: Callable[[Answer], Server]) -> None:
-    """An answer shorter than it says it is."""
+    """An answer shorter than its stated length."""
     broken = threading.Event()
 
     class Cut(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Rules for texts: how much each is broken, by hand, and what that does to a score."""
+"""Rules for texts: how much each is broken, by hand, and the effect on a score."""
 
 from __future__ import annotations
 

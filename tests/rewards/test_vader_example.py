@@ -1,4 +1,4 @@
-"""The example reward: by hand on a small lexicon, and on the real one where it is at hand."""
+"""The example reward: by hand on a small lexicon, and on the real one if it is at hand."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_named_rewards_are_weighted_and_logged(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_weight_of_a_grader_of_ones_own_is_refused(tmp_path: Path) -> None:
-    """What names such a grader gives is known once it grades; a name that does not apply to these rows may have one."""
+    """Such a grader's names are known once it grades; a name that does not apply to these rows may have a weight."""
     target = written(tmp_path, "return {'right': 1.0, 'short': 1.0}")
     with pytest.raises(RewardError, match=r"gives no reward 'shrot'; did you mean short\?"):
         built(name=target, weights={"shrot": 0.2})(batch([{}]))

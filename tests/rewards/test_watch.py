@@ -1,4 +1,4 @@
-"""A judge that only watches: what it says of the training reward, on which completions, and when it fails."""
+"""A judge that only watches: its figures on the training reward, the completions that it reads, and its failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BATCH = completions_of([[5]] * 20, [[number % 10 + 3] for number in range(20)])
 
 
 class Reader:
-    """Scores by the completion's token, and remembers what it was asked."""
+    """Scores by the completion's token, and remembers its requests."""
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []

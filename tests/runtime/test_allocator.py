@@ -1,4 +1,4 @@
-"""Freed memory is kept where glibc can be told to; elsewhere nothing happens."""
+"""Freed memory is kept if glibc can be told to; otherwise nothing happens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ for keep in (False, True):
 
 @pytest.fixture(scope="module")
 def measured() -> list[tuple[float, float]]:
-    """What a new process measured before it kept memory, and after."""
+    """The measurements of a new process before it kept memory, and after."""
     if allocator.platform.libc_ver()[0] != "glibc":
         pytest.skip("glibc's allocator")
     process = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True, text=True)

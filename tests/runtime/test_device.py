@@ -1,4 +1,4 @@
-"""Which device a setting means, and what an Apple GPU is refused; none is needed here."""
+"""The device of a setting, and the refusals for an Apple GPU; none is needed here."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Others(Distributed):
-    """A process whose talk with the others is heard by the test: `messages` are theirs, in turn."""
+    """A process whose exchange with the others is seen by the test: `messages` are theirs, in turn."""
 
     def __init__(self, rank: int, world: int, messages: list[list[Any]]) -> None:
         super().__init__(rank, world)
@@ -141,7 +141,7 @@ def test_a_function_is_asked_once_for_the_whole_batch() -> None:
 
 
 class Told(Distributed):
-    """The main process, or another to which `outcome` was told."""
+    """The main process, or another that received `outcome`."""
 
     def __init__(self, rank: int, outcome: Any = None) -> None:
         super().__init__(rank, 2)

@@ -15,7 +15,7 @@ from rlhf.runtime.engine import LocalModel, sum_gradients
 
 
 class Doubling(Distributed):
-    """A rank whose partner has the same gradients; `log` has what happened, in order."""
+    """A rank whose partner has the same gradients; `log` has the events, in order."""
 
     def __init__(self) -> None:
         super().__init__(0, 2)
@@ -72,7 +72,7 @@ def test_sums_start_before_the_pass_has_reached_the_first_layers() -> None:
     model.backward(model.module(), last=False)
     assert ranks.log == []
     model.backward(model.module(ranks.log), last=True)
-    # From the last to the first: `unused` never arrives, so that what follows waits for the end.
+    # From the last to the first: `unused` never arrives, so that the rest waits for the end.
     assert ranks.log == ["first is reached", "start [4]", "start [2]", "start [3]", "wait", "wait", "wait"]
     for ours, theirs in zip(gradients(model), gradients(alone), strict=True):
         assert (ours is None) == (theirs is None)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass
 class Table:
-    """Where the threads lay down what they say."""
+    """The place of the threads' messages."""
 
     world: int
     values: dict[int, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Threads(Distributed):
 
 
 def in_all(world: int, work: Callable[[Distributed], T]) -> list[T]:
-    """What `work` gives in each of so many processes."""
+    """The results of `work` in each of so many processes."""
     table = Table(world)
     with ThreadPoolExecutor(world) as pool:
         return [one.result() for one in [pool.submit(work, Threads(rank, table)) for rank in range(world)]]

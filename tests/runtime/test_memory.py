@@ -11,7 +11,7 @@ from rlhf.runtime.memory import MemoryProfiler, make_memory_profiler
 
 
 class Machine:
-    """Memory that a test sets; remembers its peak as Linux does."""
+    """Memory that a test sets; remembers its peak like Linux."""
 
     def __init__(self) -> None:
         self.now = self.high = 10.0

@@ -1,4 +1,4 @@
-"""Optimizers by name: 8-bit AdamW beside AdamW, and what a checkpoint keeps of each."""
+"""Optimizers by name: 8-bit AdamW beside AdamW, and their state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(one: LocalModel, steps: range) -> float:
     return float(loss_of(one.module, 1000).detach())
 
 
-@pytest.mark.parametrize("place", ["cpu", "meta"])  # meta: a device that is not the CPU, where there is no GPU
+@pytest.mark.parametrize("place", ["cpu", "meta"])  # meta: a device that is not the CPU, on a machine without a GPU
 def test_adam_s_count_of_steps_is_where_its_weights_are(place: str) -> None:
     """The fused kernel of a GPU reads the count there; a run continued under ZeRO gave it one on the CPU."""
     flat = torch.ones(7, device=place)

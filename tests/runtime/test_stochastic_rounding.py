@@ -43,7 +43,7 @@ def local(dtype: torch.dtype, **settings: object) -> LocalModel:
 
 
 def push(model: LocalModel, steps: int) -> Tensor:
-    """Take steps of 1e-6 downwards: Adam's, whatever the gradient's size."""
+    """Take steps of 1e-6 downwards: Adam's, for a gradient of any size."""
     for _ in range(steps):
         for parameter in model.parameters:
             parameter.grad = torch.ones_like(parameter)

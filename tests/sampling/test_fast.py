@@ -1,4 +1,4 @@
-"""The fast sampler draws what the plain one draws, whatever the slots, the groups and the way it decodes."""
+"""The fast sampler draws the plain one's tokens, with any slots, groups and ways of decoding."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def same(completions: Completions, expected: Completions, *, within: float = 1e-
 
 @cache
 def plain_completions(family: str, group: int) -> Completions:
-    """What the plain sampler draws of a family: the same for every way of decoding."""
+    """The plain sampler's draws of a family: the same for every way of decoding."""
     return sampler_of(model_of(family), config()).sample(prompts_of(ROWS), key=KEY, group_size=group)
 
 
 LEAN = ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3_text")
 BY_MODULES = ("llama", "qwen2", "mistral", "phi3", "gpt2", "gpt_neox", "gemma", "phi")
 ALONE = ("llama", "mistral")  # in a single slot by default, without a window and with one; the others when slow:
-# what a family computes is seen in the other cases, and how one slot is filled again and again is the same for all.
+# a family's arithmetic is seen in the other cases, and the filling of one slot again and again is the same for all.
 CASES = [
     pytest.param(family, uses, slots, group, marks=[pytest.mark.slow] if slots == 1 and family not in ALONE else [])
     for slots, group in ((3, 4), (100, 3), (1, 1))
@@ -108,7 +108,7 @@ CASES = [
 
 @pytest.mark.parametrize("family,uses,slots,group", CASES)
 def test_the_completions_are_the_plain_samplers(family: str, uses: str, slots: int, group: int) -> None:
-    """Slots fewer than rows, than a group, and more than there are; mistral's window is of 4 tokens, phi3's of 5."""
+    """Fewer slots than rows, than a group, and more slots than rows; mistral's window is of 4 tokens, phi3's of 5."""
     model, prompts, expected = model_of(family), prompts_of(ROWS), plain_completions(family, group)
     sampler = fast_of(model, config(batch_size=slots), lean=uses == "lean")
     same(sampler.sample(prompts, key=KEY, group_size=group), expected)
@@ -214,7 +214,7 @@ def test_an_adapter_is_sampled_from(family: str, lean: bool) -> None:
 
 @pytest.mark.parametrize("family,lean", [("llama", True), ("llama", False), ("gpt2", False), ("qwen3", True)])
 def test_the_ratio_to_the_trainer_is_one(family: str, lean: bool) -> None:
-    """What the first minibatch compares: the trainer's log-probs with those that the tokens were drawn at."""
+    """The comparison of the first minibatch: the trainer's log-probs with the sampler's at the draw."""
     model = model_of(family)
     completions = fast_of(model, config(batch_size=5), lean=lean).sample(prompts_of(ROWS), key=KEY, group_size=3)
     with torch.no_grad():
@@ -369,7 +369,7 @@ def test_bf16_arithmetic_does_not_cast_the_cache_at_every_step() -> None:
         with CacheCasts() as counted:
             sampler.sample(prompts_of(ROWS), key=KEY, group_size=4)
         casts.append(counted.count)
-    assert casts[0] == casts[1]  # those of the prefill
+    assert casts[0] == casts[1]  # the prefill's
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -572,6 +572,6 @@ def test_stories_are_the_plain_samplers(shared: Path) -> None:
     expected = sampler_of(model, sampling, eos_ids=(1,)).sample(prompts, key=KEY, group_size=4)
     for slots in (100, 6):
         sampler = fast_of(model, sampling.model_copy(update={"batch_size": slots}), eos_ids=(1,))
-        # Each of the two is up to 1e-5 from what float64 gives, for logits of up to 20.
+        # Each of the two is up to 1e-5 from float64's, for logits of up to 20.
         same(sampler.sample(prompts, key=KEY, group_size=4), expected, within=2e-5)
         assert sampler.uses == "lean"

@@ -144,7 +144,7 @@ def test_the_samplers_log_probs_are_the_trainers(family: str) -> None:
 
 
 def check_ends(completions: Completions, eos_ids: set[int], max_new_tokens: int) -> None:
-    """Live up to and including the first EOS, and finished exactly where there is one."""
+    """Live up to and including the first EOS, and finished exactly if there is one."""
     for ids, mask, finished in zip(
         completions.completion_ids.tolist(),
         completions.completion_mask.tolist(),

@@ -1,6 +1,6 @@
-"""sharding.rollout=layered samples by generate, in step with the other ranks, and says why where it cannot.
+"""sharding.rollout=layered samples by generate, in step with the other ranks, and says why if it cannot.
 
-That its completions are those of gathered weights: tests/distributed/test_zero_gate.py.
+tests/distributed/test_zero_gate.py compares its completions with the ones of gathered weights.
 """
 
 from __future__ import annotations

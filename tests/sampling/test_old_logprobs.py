@@ -1,4 +1,4 @@
-"""The sampler's log-probs as the old ones: only where they are the trainer's, and then they change nothing."""
+"""The sampler's log-probs as the old ones: only if they are the trainer's, and then they change nothing."""
 
 from __future__ import annotations
 

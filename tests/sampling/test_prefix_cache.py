@@ -1,4 +1,4 @@
-"""What a row's prompt shares with its last one is read once, and the completions are those of prompts read in whole."""
+"""The beginning that a row's prompt shares with its last one is read once; completions are as for whole prompts."""
 
 from __future__ import annotations
 

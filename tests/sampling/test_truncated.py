@@ -1,4 +1,4 @@
-"""Samples of top-k, top-p and min-p: what both samplers draw, and what the trainer says of it."""
+"""Samples of top-k, top-p and min-p: the draws of both samplers, and the trainer's figures for them."""
 
 from __future__ import annotations
 

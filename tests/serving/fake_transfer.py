@@ -1,6 +1,6 @@
 """vLLM's transfer without vLLM and without GPUs: the trainer's classes, and a server that takes part.
 
-As in NCCL, who sends waits for the other side until it comes or the group is left.
+As in NCCL, a sender waits for the other side until it comes or the group is left.
 """
 
 from __future__ import annotations

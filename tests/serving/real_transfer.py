@@ -104,7 +104,7 @@ def listen(llm: LLM, asked: list[str]) -> str:
 
 
 class Trainer:
-    """A model, and what pushes it."""
+    """A model, and its pusher."""
 
     def __init__(self, path: str, llm: LLM, url: str) -> None:
         self.model, self.llm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), llm

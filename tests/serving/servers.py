@@ -1,4 +1,4 @@
-"""Sampling servers in threads of the tests, and what goes wrong with them on purpose."""
+"""Sampling servers in threads of the tests, and their planted faults."""
 
 from __future__ import annotations
 

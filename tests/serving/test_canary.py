@@ -41,7 +41,7 @@ class Sound(PolicyService):
         super().apply(tensors if self.pushes == 1 else self.edit(dict(tensors)))
 
     def edit(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What arrives of a push after the first."""
+        """The tensors that arrive in a push after the first."""
         return tensors
 
     def answer(self, method: str, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def scaled_adapter(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: 2 * tensor if "lora_B" in name else tensor for name, tensor in tensors.items()}
 
 
-MISTAKES: dict[str, tuple[type[Sound], str, bool]] = {  # the server, what the error has to say, whether LoRA trains
+MISTAKES: dict[str, tuple[type[Sound], str, bool]] = {  # the server, the text of the error, whether LoRA trains
     "old head": (OldHead, "old lm_head", False),
     "one layer old": (without("layers.1."), "old layer 1", False),
     "transposed": (
@@ -245,7 +245,7 @@ def test_rounding_in_bfloat16_is_no_mistake(tmp_path: Path, kind: str) -> None:
 
 
 def test_other_bits_are_no_rounding(tmp_path: Path) -> None:
-    """A difference that rounding could explain is a mistake where a digest differs."""
+    """A difference that rounding could explain is a mistake if a digest differs."""
     model = model_folder(tmp_path)
     policy = policy_of(model, lora=False, dtype="bfloat16")
     pushed_tensors(policy.model)["model.norm.weight"].mul_(LARGE)

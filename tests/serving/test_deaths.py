@@ -57,7 +57,7 @@ class Mortal:
 
 def tree_of(folder: Path, model: Path, *urls: str, **server: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
-    once = {"epochs": 1, "minibatches": 1}  # updates are not what is looked at
+    once = {"epochs": 1, "minibatches": 1}  # updates are not under test
     return ppo_tree(folder, policy={"model": str(model)}, sampling=served(*urls, **server), batch=once)
 
 

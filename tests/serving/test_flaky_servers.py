@@ -62,7 +62,7 @@ def ask() -> Ask:
 
 
 def drawn(pool: ServerPool, policy: PushedPolicy) -> list[list[int]]:
-    """What the servers complete."""
+    """The completions of the servers."""
     with pool.sampling_from(policy, PROMPTS):
         return pool.generate([ask()], policy)[0].ids
 
@@ -159,7 +159,7 @@ def test_a_server_that_restarts_before_it_loads_what_changed_gets_everything(mod
 
 
 class Loads(VllmServer):
-    """A server that reports no version, and counts what is pushed."""
+    """A server that reports no version, and counts pushes."""
 
     pushed: ClassVar[list[str]] = []
 
@@ -181,7 +181,7 @@ class DiesOnce(LaunchedServer):
 
 
 def test_a_server_that_the_run_starts_again_gets_the_weights_again(model: Path, tmp_path: Path) -> None:
-    """Also where they have not changed, as in an evaluation after a step: it has those of its start."""
+    """Also if they have not changed, as in an evaluation after a step: it has the weights of its start."""
     config, policy = Loads(launch=LaunchConfig(), canary={"prompts": 0}), policy_of(model)
     process = DiesOnce(["vllm"], {}, port=1, log=tmp_path / "log")
     process.has_answered = True

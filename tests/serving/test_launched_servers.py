@@ -40,7 +40,7 @@ def free_port() -> int:
 
 
 def fake_vllm(folder: Path) -> Path:
-    """A program on its own, as `vllm` is."""
+    """A program on its own, like `vllm`."""
     program = folder / "vllm"
     program.write_text(
         f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {Path(__file__).parent}/fake_vllm.py "$@"\n'

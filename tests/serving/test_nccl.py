@@ -1,4 +1,4 @@
-"""Weights that go from GPU to GPU, with stand-ins for vLLM and NCCL: what the server is asked, and what is refused."""
+"""Weights that go from GPU to GPU, with stand-ins for vLLM and NCCL: the requests to the server, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes whose actions a server draws, turn by turn: the bits of episodes in this process, whoever dies meanwhile."""
+"""Episodes whose actions a server draws, turn by turn: the bits of episodes in this process, also if servers die."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def play(folder: Path, model: Path, *overrides: str, **changes: Any) -> Any:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Those of episodes too, but none of the clock or of servers."""
+    """Metrics of episodes too, but none of the clock or of servers."""
     lines = metrics_of(folder / "run")
     return [{name: value for name, value in line.items() if not name.startswith(SERVER)} for line in lines]
 
@@ -54,7 +54,7 @@ def test_served_episodes_are_the_episodes_bit_for_bit(tmp_path: Path, name: str)
 
 
 class Counting:
-    """A service that counts what it is asked."""
+    """A service that counts its requests."""
 
     def __init__(self, model: Path) -> None:
         self.service, self.loads, self.completions = service_of(model), 0, 0

@@ -1,4 +1,4 @@
-"""Runs whose completions a server draws: the same numbers as in this process, whatever happens to the servers."""
+"""Runs whose completions a server draws: the same numbers as in this process, through any fault of the servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SERVER = ("server/",)
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl without those of servers."""
+    """The lines of metrics.jsonl without the metrics of servers."""
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if not name.startswith(SERVER)} for line in lines]
 
@@ -52,7 +52,7 @@ def test_a_served_run_is_the_run_bit_for_bit(tmp_path: Path, name: str) -> None:
 
 
 def test_runs_share_a_folder_for_weights_with_each_other_and_with_other_files(tmp_path: Path) -> None:
-    """A run deletes its own old pushes, and nothing else: not those of another run, nor a folder of the user."""
+    """A run deletes its own old pushes, and nothing else: no push of another run, and no folder of the user."""
     model, shared = make_model(tmp_path / "model"), tmp_path / "shared"
     kept = [shared / "data" / "set.jsonl", shared / ".hidden" / "notes"]
     for file in kept:

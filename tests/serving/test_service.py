@@ -1,4 +1,4 @@
-"""Our server's routes: what they refuse, and what a client gets that knows vLLM's fields alone."""
+"""Our server's routes: their refusals, and their answers to a client that knows vLLM's fields alone."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_rounded_sampler_is_corrected(tmp_path: Path, name: str) -> None:
 
 
 def test_stale_samples_are_corrected_by_the_same_weights(tmp_path: Path) -> None:
-    """overlap.ahead with token_truncate at its cap is what overlap.ratio_cap does."""
+    """overlap.ahead with token_truncate at its cap equals overlap.ratio_cap."""
     model = make_model(tmp_path / "model")
     runs = []
     for name, extra in (

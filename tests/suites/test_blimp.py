@@ -1,4 +1,4 @@
-"""blimp: which sentence is the likelier, by hand, with means over pairs, paradigms and phenomena."""
+"""blimp: the likelier sentence by hand, with means over pairs, paradigms and phenomena."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""detox: what is fluent, J row by row, and the judges where they are installed."""
+"""detox: fluent texts, J row by row, and the judges if they are installed."""
 
 from __future__ import annotations
 

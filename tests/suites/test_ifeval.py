@@ -34,7 +34,7 @@ def settings(path: Path, **more: object) -> IfevalSuite:
 
 
 def test_only_one_most_likely_answer_is_the_same_under_every_seed(tmp_path: Path) -> None:
-    """The best of several is sampled, whatever greedy says; a comparison took one seed's figures for all seeds."""
+    """The best of several is sampled, even if greedy is set; a comparison took one seed's figures for all seeds."""
     path = write_rows(tmp_path / "rows.jsonl", [row("punctuation:no_comma")])
     source = {"type": "function", "target": "rewards.py:score"}
     assert settings(path).ignores_seed

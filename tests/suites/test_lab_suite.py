@@ -1,4 +1,4 @@
-"""The lab's gold of what a model writes."""
+"""The lab's gold of a model's completions."""
 
 from __future__ import annotations
 

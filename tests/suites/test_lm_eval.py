@@ -1,4 +1,4 @@
-"""Tasks of lm-eval over our log-probabilities, on a task made here; skipped where the extra is not installed."""
+"""Tasks of lm-eval over our log-probabilities, on a task made here; skipped if the extra is not installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf.errors import ConfigError, DataError
 from rlhf.suites.harness import HarnessSuite
 
 pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore")  # what lm-eval and its many dependencies warn of is not ours
+pytestmark = pytest.mark.filterwarnings("ignore")  # the warnings of lm-eval and its many dependencies are not ours
 
 WORDS = ("is", "good", "bad", "it", "the")
 TABLE = {
@@ -81,7 +81,7 @@ def test_multiple_choice(tasks: Path, tmp_path: Path) -> None:
 
 
 def test_writing(tasks: Path, tmp_path: Path) -> None:
-    # it is -> good; the -> bad, after which it goes on with "it", where the task says to stop
+    # it is -> good; the -> bad, after which it goes on with "it", the task's stop word
     figure_values = values(run(tasks, tmp_path, "our_writing"))
     assert list(figure_values.values()) == [pytest.approx(2 / 3)]
 

@@ -1,4 +1,4 @@
-"""The final answer of a solution, however it is written."""
+"""The final answer of a solution, in many notations."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_no_usable_item_and_a_tokenizer_that_cannot_tell(tmp_path: Path) -> None
 
 
 def test_a_chat_template_makes_the_question_a_turn(tmp_path: Path) -> None:
-    # The template ends in "Answer:", which decides what comes next; the question's own end does not.
+    # The template ends in "Answer:", which decides the next token; the question's own end does not.
     table = {"Answer:": {"Yes": 0.8, "No": 0.1}, "q": {"Yes": 0.1, "No": 0.8}}
     model = subject(tmp_path / "m", WORDS, table)
     path = write_rows(tmp_path / "p.jsonl", [item("q", " Yes")])

@@ -40,7 +40,7 @@ def test_an_answer_to_another_question_is_left_out_of_the_first_set() -> None:
 
 
 def labelled(shared: Path) -> list[Labelled]:
-    """The answers that people labelled, where they are at hand."""
+    """The answers that people labelled, if they are at hand."""
     file = shared / "data" / "safety_evals" / "refusal_human_labels.jsonl.gz"
     rows = [json.loads(line) for line in gzip.decompress(file.read_bytes()).decode().splitlines()]
     return [Labelled(row["prompt"], row["response"], row["human_refusal"] == ["1"]) for row in rows]

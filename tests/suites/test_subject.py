@@ -1,4 +1,4 @@
-"""What a subject writes: in the prompts' order and from their own random numbers, whatever shares a batch."""
+"""A subject's completions: in the prompts' order and from their own random numbers, in any batch."""
 
 from __future__ import annotations
 

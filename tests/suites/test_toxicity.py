@@ -1,4 +1,4 @@
-"""toxicity: the figures of Gehman et al. 2020 by hand, and what is continued and judged."""
+"""toxicity: the figures of Gehman et al. 2020 by hand, and the texts that are continued and judged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLE = {
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A judge of ours, which keeps what it was shown."""
+    """A judge of ours, which keeps the texts that it reads."""
     seen: list[str] = []
 
     def toxicities(texts: Sequence[str]) -> list[float]:

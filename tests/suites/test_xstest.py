@@ -1,4 +1,4 @@
-"""xstest: which answers the string match counts as refusals, and the rates of safe and unsafe prompts."""
+"""xstest: the answers that the string match counts as refusals, and the rates of safe and unsafe prompts."""
 
 from __future__ import annotations
 

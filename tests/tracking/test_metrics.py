@@ -29,7 +29,7 @@ def test_the_views_are_those_that_are_read() -> None:
 
 
 def is_in_order(view: str) -> bool:
-    """Positions have no gaps, and titles are where they are read."""
+    """Positions have no gaps, and titles are in the views that show them."""
     shown = shown_in(view)
     positions = [place.position for _, place in shown]
     if sorted(set(positions)) != list(range(1, max(positions) + 1)):

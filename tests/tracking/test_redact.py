@@ -1,4 +1,4 @@
-"""Secrets are hidden wherever a configuration or a message is shown, and nothing else is."""
+"""Secrets are hidden wherever a configuration or a message is shown, and nothing else is hidden."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_a_missing_tracker_package_says_what_to_install(tmp_path: Path, monkeypa
 
 
 class FakeTracker:
-    """Stands for accelerate's: records what it is given."""
+    """Stands for accelerate's: records its arguments."""
 
     def __init__(self, **arguments: object) -> None:
         self.arguments = arguments
@@ -263,7 +263,7 @@ def test_wandb_gets_completions_as_a_table() -> None:
 
 
 class Unreachable(FakeTracker):
-    """Fails as a server that is away does, at some steps and at the end."""
+    """Fails like a server that is away, at some steps and at the end."""
 
     def log(self, values: dict[str, float], step: int) -> None:
         if step < 3:

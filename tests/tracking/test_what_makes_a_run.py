@@ -1,4 +1,4 @@
-"""What may change when a run is continued: one list of settings, and everything else is another run."""
+"""Settings that may change when a run is continued: one list, and every other change makes another run."""
 
 from __future__ import annotations
 

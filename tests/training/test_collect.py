@@ -1,4 +1,4 @@
-"""What a step learns from: groups refilled by other prompts, greedy baselines, and everything sampled counted."""
+"""The samples of a step: groups refilled by other prompts, greedy baselines, and everything sampled counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GREEDY = {"advantage": {"type": "greedy"}}
 
 
 def prompts(tokens: Sequence[int]) -> Prompts:
-    """Prompts of one token each: who they are."""
+    """Prompts of one token each, by which they are told apart."""
     return Prompts(
         prompt_ids=torch.tensor(tokens)[:, None],
         prompt_mask=torch.ones(len(tokens), 1, dtype=torch.bool),
@@ -34,7 +34,7 @@ def prompts(tokens: Sequence[int]) -> Prompts:
 
 @dataclass
 class Bench:
-    """Draws whose scores are known for each prompt; it remembers how it was asked."""
+    """Draws whose scores are known for each prompt; it remembers its requests."""
 
     scores: Mapping[int, Sequence[float]]
     greedy_scores: Mapping[int, float] = field(default_factory=dict)
@@ -115,7 +115,7 @@ def test_rounds_go_on_for_what_is_still_uniform_and_end_at_the_limit() -> None:
         ([8, 9, 10], [0, 1, 2]),
         ([11, 12], [0, 2]),
     ]
-    assert who(result) == [3, 3, 9, 9, 12, 12]  # the first is still uniform, and stays what it was
+    assert who(result) == [3, 3, 9, 9, 12, 12]  # the first is still uniform, and stays unchanged
     assert uniform_groups(result.scores.values, 2).tolist() == [True, True, False, False, False, False]
     assert result.extra == 2 * (3 + 3 + 2) - 6
     assert result.metrics["group/refilled"] == pytest.approx(2 / 3)

@@ -1,4 +1,4 @@
-"""Runs that learn from a teacher: a model, a server, a file; the same whatever the passes, and what is refused."""
+"""Runs that learn from a teacher: a model, a server, a file; the same with any passes, and refusals."""
 
 from __future__ import annotations
 
@@ -410,7 +410,7 @@ def test_a_server_whose_ids_mean_other_texts_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_token_of_some_bytes_of_a_character_may_have_any_text_at_the_server() -> None:
-    """vLLM writes the character that it completes with the tokens before, and nothing where it completes none."""
+    """vLLM writes the character that it completes with the tokens before, and nothing if it completes none."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(letters)}
     bytewise = Tokenizer(models.BPE(vocabulary, []))
@@ -489,7 +489,7 @@ class AbsentTeacher(UniformTeacher):
 
 @pytest.mark.parametrize("kind", ["online", "offline"])
 def test_a_run_whose_teacher_does_not_answer_is_saved_and_continues(tmp_path: Path, kind: str) -> None:
-    """In the third step, which has one optimizer step: nothing of it is in what is saved, nor in running scores."""
+    """In the third step, which has one optimizer step: nothing of it is in the saved state, nor in running scores."""
     changes: dict[str, Any] = {"schedule": {"steps": 4}, "checkpoint": {"every": 0}, "eval": {"every": 0}}
     if kind == "online":
         tree = with_teacher(tmp_path, **changes, reward={"shaping": {"normalize": "standardize"}})
@@ -564,7 +564,7 @@ def test_eval_measures_to_the_teacher_that_the_run_measured_to(tmp_path: Path) -
     assert start["eval/kl_exact"] > 0.01
 
 
-# What is refused
+# Refusals
 
 
 def rename_word(folder: Path, old: str, new: str) -> None:

@@ -1,4 +1,4 @@
-"""A run whose cost is limited: what it trains on, what it logs, what it resumes, and that the cost arrives."""
+"""A run whose cost is limited: its training score, its log, its continuation, and that the cost arrives."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_part_of_the_reward_with_the_name_of_a_cost_is_refused() -> None:
 
 
 def test_completions_without_a_cost_do_not_count() -> None:
-    """A cost of NaN would keep the multiplier as it is in every step that has one."""
+    """A cost of NaN would keep the multiplier unchanged in every step that has one."""
     parts = {COST: torch.tensor([math.nan, 2.0, 4.0]), REWARD: torch.tensor([1.0, 1.0, 0.0])}
     metrics = cost_metrics(Scores(values=torch.tensor([math.nan, -1.0, -4.0]), parts=parts))
     assert (metrics["cost/mean"], metrics["cost/std"], metrics["lagrange/score"]) == (3.0, 1.0, -2.5)

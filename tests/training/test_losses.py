@@ -60,7 +60,7 @@ def _losses(run: OnlineRun) -> Any:
 
 
 def test_what_the_policy_keeps_is_gone_when_the_critic_begins(tmp_path: Path) -> None:
-    """Saved tensors are counted as autograd packs them; those of the policy's last pass must have died."""
+    """Saved tensors are counted as autograd packs them; the tensors of the policy's last pass must have died."""
     run = online(ppo_tree(tmp_path))
     experience = experience_of(run)
     alive: list[weakref.ref[Any]] = []

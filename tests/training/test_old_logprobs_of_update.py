@@ -1,4 +1,4 @@
-"""The old log-probs of the update's own pass: where a step has one optimizer step, pi_old is pi."""
+"""The old log-probs of the update's own pass: if a step has one optimizer step, pi_old is pi."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_step_is_that_of_the_trainers_and_the_samplers_are_not_read(
 
 
 def test_a_run_in_bfloat16_passes_over_its_completions_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a reference nothing is left to annotate; what is evaluated is not counted."""
+    """Without a reference nothing is left to annotate; evaluations are not counted."""
     changes: dict[str, Any] = {"policy": {"dtype": "bfloat16"}, "reference": {"measure": False}, "eval": {"every": 0}}
     tree = tree_of(tmp_path, {"preset": "dr_grpo", "kl": {"coef": 0.0}}, **changes)
     passes: list[bool] = []

@@ -30,7 +30,7 @@ GROUPS: dict[str, Any] = {
 
 
 class TiesAfter:
-    """Scores as `source` does for so many calls, and every completion the same from then on."""
+    """Scores like `source` for so many calls, and every completion the same from then on."""
 
     def __init__(self, source: RewardSource, calls: int) -> None:
         self.source, self.left = source, calls
@@ -103,7 +103,7 @@ def test_controllers_hold_while_the_critic_warms_up(tmp_path: Path) -> None:
     assert [row["kl/coef"] for row in rows[:3]] == [0.05] * 3
     assert [row["kl/penalty_coef"] for row in rows[:3]] == [1.0] * 3
     assert [row["policy/optimizer_steps"] for row in rows] == [0.0, 0.0, 4.0, 4.0]
-    assert rows[3]["kl/coef"] < 0.05  # 0.05 (1 - 0.2 * 16 / 100) where KL is far below its target
+    assert rows[3]["kl/coef"] < 0.05  # 0.05 (1 - 0.2 * 16 / 100) if KL is far below its target
     assert rows[3]["kl/coef"] == pytest.approx(0.05 * (1 - 0.2 * 16 / 100))
 
 
@@ -132,7 +132,7 @@ def test_the_ptx_loss_is_at_temperature_1_whatever_is_sampled_at(tmp_path: Path)
 
 
 def test_demonstrations_beyond_the_context_are_not_mixed_in(tmp_path: Path) -> None:
-    """The model has 64 positions, data.sft.max_tokens is 2,048: PPO-ptx keeps to the context, as SFT does."""
+    """The model has 64 positions, data.sft.max_tokens is 2,048: PPO-ptx keeps to the context, like SFT."""
     long, short = " good" * 80, " good good"
     sft = write_rows(tmp_path / "sft.jsonl", [{"prompt": "red one", "completion": text} for text in (long, short)] * 8)
     run = online(ppo_tree(tmp_path, data={"sft": {"path": str(sft)}}, algorithm={"ptx_coef": 0.5}))
@@ -147,7 +147,7 @@ def test_a_run_that_was_stopped_before_a_checkpoint_starts_anew_with_its_own_con
     first.session.recorder.close()
     run = trained(tree, "policy.lr=0.001", "schedule.steps=2")
     assert run.session.recorder.folder.read_config()["policy"]["lr"] == 0.001
-    again = online(tree, "policy.lr=0.002", "schedule.steps=2")  # from a checkpoint: what the run began with stays
+    again = online(tree, "policy.lr=0.002", "schedule.steps=2")  # from a checkpoint: the value at the run's start stays
     again.session.recorder.close()
     assert again.session.recorder.folder.read_config()["policy"]["lr"] == 0.001
 

@@ -1,4 +1,4 @@
-"""Scoring while sampling and sampling while updating: the same numbers, or those of one step before."""
+"""Scoring while sampling and sampling while updating: the same numbers, or the numbers of one step before."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_step_is_drawn_by_the_policy_before_the_last_update(tmp_path: Path) ->
     third: list[Completions] = []
 
     def noted(step: int) -> Completions:
-        if step == 2:  # after one update: those of step 3 are drawn by the weights as they are now
+        if step == 2:  # after one update: the samples of step 3 are drawn by the present weights
             key = sampling_key(run.config, 3)
             third.append(run.sampler.sample(run.prompts(3), key=key, group_size=1))
         taken.append(take(step))
@@ -98,7 +98,7 @@ def test_a_step_is_drawn_by_the_policy_before_the_last_update(tmp_path: Path) ->
         assert torch.allclose(taken[step].sampler_logprobs, first[step].sampler_logprobs, atol=1e-6)
     assert torch.equal(taken[2].completion_ids, third[0].completion_ids)
     again = run.sampler.sample(run.prompts(2), key=sampling_key(run.config, 2), group_size=1)
-    assert not torch.equal(again.completion_ids, taken[1].completion_ids)  # those of the end draw others
+    assert not torch.equal(again.completion_ids, taken[1].completion_ids)  # the weights of the end draw others
     assert len(taken) == 4
 
 
@@ -132,7 +132,7 @@ def test_a_step_is_drawn_by_the_policy_of_so_many_updates_before(tmp_path: Path,
 
 
 def test_a_slow_sampler_changes_nothing() -> None:
-    """Weights that wait for the sampler are kept apart: what is drawn is that of the time at which it was begun."""
+    """Weights that wait for the sampler are kept apart: a draw uses the weights of its beginning."""
     policy, copy, release = [0], [0], threading.Event()
     drawn: dict[int, int] = {}
 
@@ -197,7 +197,7 @@ def test_a_policy_that_stands_still_is_never_behind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("behind", quick([1, 3], [3]))
 def test_a_run_that_its_reward_stopped_goes_on_with_the_same_completions(tmp_path: Path, behind: int) -> None:
-    """Those of the step that had no scores are kept: the weights they were drawn by are gone."""
+    """Samples of the step that had no scores are kept: the weights they were drawn by are gone."""
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
     stale = {"overlap": {"ahead": True, "ahead_steps": behind}, "schedule": {"steps": 6}}

@@ -48,7 +48,7 @@ def prompts(tokens: Sequence[int], width: int = 1) -> Prompts:
 
 @dataclass
 class Bench:
-    """Draws with known scores: those of a prompt without a hint, and those with hint 1 and 2."""
+    """Draws with known scores: scores of a prompt without a hint, and with hint 1 and 2."""
 
     scores: Mapping[int, Sequence[Sequence[float]]]
     drawn: list[tuple[Any, ...]] = field(default_factory=list)
@@ -121,7 +121,7 @@ def test_hinted_completions_are_those_of_the_plain_prompt() -> None:
     assert completions.prompt_mask.sum(1).tolist() == [1] * 12
     assert completions.prompt_ids[:, -1].tolist() == [3] * 4 + [4] * 4 + [5] * 4
     assert completions.completion_mask.sum(1).tolist() == [2, 2, 4, 4, 2, 2, 2, 2, 2, 2, 3, 3]
-    assert completions.sampler_logprobs[2, 0] == -3.0  # as the sampler had it, with the hint
+    assert completions.sampler_logprobs[2, 0] == -3.0  # the sampler's, with the hint
 
 
 def test_everything_sampled_is_counted() -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def last_number(*, completions: list[str], references: list[Mapping[str, Any]]) -> list[float]:
-    """1 where the last number is the answer."""
+    """1 if the last number is the answer."""
     numbers = [re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", "")) for text in completions]
     return [float(row[-1:] == [reference["number"]]) for row, reference in zip(numbers, references, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What is off by default in the online loop: each changes what it should, resumes exactly, or is refused.
+"""Options that are off by default in the online loop: each has its effect, resumes exactly, or is refused.
 
 Running normalization of scores, whitening per minibatch, the adaptive clip range, V-trace, backtracking.
 """

@@ -1,4 +1,4 @@
-"""The course of a run: what is evaluated, recorded and saved at which step; interruption."""
+"""The course of a run: the steps of evaluations, records and checkpoints; interruption."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupt_twice()
     with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)  # the handlers are as they were
+        os.kill(os.getpid(), signal.SIGINT)  # the handlers are restored
 
 
 def test_a_finished_run_does_nothing(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ class Purse:
         return self.tokens >= self.limit
 
     def spend(self, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
-        assert metrics == {"score/mean": float(step)}  # what the loop said, before evaluation adds to it
+        assert metrics == {"score/mean": float(step)}  # the loop's metrics, before evaluation adds to them
         self.tokens += tokens
         self.steps.append(step)
         self.seconds.append(seconds)

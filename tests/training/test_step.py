@@ -1,4 +1,4 @@
-"""One optimizer step: the micro-batch cannot change it, NaN cannot reach the weights, clip and rate are as said."""
+"""One optimizer step: the micro-batch cannot change it, NaN cannot reach the weights, clip and rate are as set."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_step_that_is_not_finite_moves_no_model(
     assert metrics["skipped/nonfinite"] == 1.0
     assert "policy/lr" not in metrics
     assert all(p.grad is None for model in models for p in model.parameters)
-    # The next step is that of a run in which nothing happened.
+    # The next step equals a step of a run in which nothing happened.
     clean, fresh = two_models(optimizer="adamw")
     metrics = optimizer_step([LossBatch(points(), loss)], models, micro_batch_size=3, lr_factor=1.0)
     optimizer_step([LossBatch(points(), clean)], fresh, micro_batch_size=3, lr_factor=1.0)

@@ -1,4 +1,4 @@
-"""Which sandboxes there are on this machine, and programs that try to get out of one."""
+"""The sandboxes of this machine, and programs that try to get out of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NO_MONTY = pytest.mark.skipif(not has_monty(), reason="the package pydantic-mont
 
 
 def bubblewrap_or_skip() -> None:
-    """Skip the test where bubblewrap does not work."""
+    """Skip the test if bubblewrap does not work."""
     why = why_no_bubblewrap()
     if why is not None:
         pytest.skip(why)

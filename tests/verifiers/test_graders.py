@@ -1,4 +1,4 @@
-"""The small graders: math, choice, regex, ifeval, and what each makes of cheats."""
+"""The small graders: math, choice, regex, ifeval, and the grades of cheats."""
 
 from __future__ import annotations
 

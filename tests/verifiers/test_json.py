@@ -1,4 +1,4 @@
-"""The json verifier: grades by hand, what each cheat earns, and properties over random shapes and values."""
+"""The json verifier: grades by hand, the grades of cheats, and properties over random shapes and values."""
 
 from __future__ import annotations
 

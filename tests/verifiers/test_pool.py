@@ -1,4 +1,4 @@
-"""The pool of children: deadlines, crashes, memory, and an end with their parent, whatever a grader does."""
+"""The pool of children: deadlines, crashes, memory, and an end with their parent, for any grader."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_the_environment_of_a_child_has_no_device(tmp_path: Path) -> None:
 
 
 def test_ten_thousand_gradings_leak_nothing(target: str) -> None:
-    """Children, descriptors and memory are what they were; a child that was killed is replaced and not added."""
+    """Children, descriptors and memory are the same as before; a child that was killed is replaced and not added."""
     pool = pool_of(target, timeout_s=0.2, workers=2)
     items = [("", "fine", {"n": n}) for n in range(1000)]
     pool.grade(items)

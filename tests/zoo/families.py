@@ -1,10 +1,10 @@
-"""The zoo's table: model families as they are published, and what is expected of each.
+"""The zoo's table: model families in their published form, and the expectations of each.
 
 A row has the configuration that decides how the family computes (at two or three layers and a width of a few dozen),
 the special tokens, the way of adding BOS, the tokens that end generation, the chat template, and which fast ways are
-on. The facts are those of the published files of the model in `like`. Windows, soft caps and rotation lengths are
+on. The facts are from the published files of the model in `like`. Windows, soft caps and rotation lengths are
 scaled down with the rest, so that leaving one out changes numbers. A template marked `reduced` leaves out tools and the
-like: it writes what the published one writes for conversations of system, user and assistant.
+like: it writes the published one's text for conversations of system, user and assistant.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class FastWays:
-    """Which fast ways are on, with an adapter or without: ON, or the reason why not, as the program gives it."""
+    """The fast ways that are on, with an adapter or without: ON, or the program's reason why not."""
 
     chunked: str = ON  # log-probabilities from a few tokens' logits at a time
     packed: str = ON  # rows without padding, shared prompts once
@@ -69,10 +69,10 @@ class Family:
     template: str | None = None
     reduced: bool = False
     chat: str = ""  # CONVERSATION as the template writes it, ready for an answer
-    turn_end: str = ""  # what ends an assistant's turn, where it is a token
-    prefix: str = ""  # what stands before every plain text
+    turn_end: str = ""  # the end of an assistant's turn, if it is a token
+    prefix: str = ""  # the tokens before every plain text
     fast: FastWays = FastWays()
-    notes: str = ""  # what is special about it, for the page
+    notes: str = ""  # its special points, for the page
 
 
 SMALL: dict[str, Any] = {

@@ -59,7 +59,7 @@ def vocabulary(tokens: Tokens) -> dict[str, int]:
 
 
 def tokenizer(tokens: Tokens, ids: dict[str, int]) -> Tokenizer:
-    """Make the tokenizer: byte-level, or with marked spaces and bytes for what it does not know."""
+    """Make the tokenizer: byte-level, or with marked spaces and bytes for unknown characters."""
     special = (*tokens.first, *tokens.last)
     vocab = {name: i for name, i in ids.items() if name not in tokens.last}
     merges = [(word[:end], word[end]) for word in WORDS for end in range(1, len(word))]

@@ -1,6 +1,6 @@
-"""The models of configs/recipes by their published shapes, made without memory, and what training them needs of it.
+"""The models of configs/recipes by their published shapes, made without memory, and the memory of their training.
 
-The shapes are those of each model's config.json on the hub, and so are the numbers of parameters that follow.
+The shapes are from each model's config.json on the hub, and the numbers of parameters follow from them.
 """
 
 from __future__ import annotations

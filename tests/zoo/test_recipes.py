@@ -1,4 +1,4 @@
-"""The recipes load, are of the models that they say, and need the memory that docs/hyperparameters.md says."""
+"""The recipes load, are of the models that they name, and need the memory that docs/hyperparameters.md states."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def start_of(config: Recipe) -> str:
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo", "ppo", "online_dpo"])
 def test_smollm2s_recipes_are_what_the_comparison_measured(kind: str) -> None:
-    """What docs/results.md says of an arm holds for the recipe of its name."""
+    """Statements of docs/results.md about an arm hold for the recipe of its name."""
     longest = "_online_dpo" if kind == "online_dpo" else ""  # with more completions than the other arms
     config = load_any(ROOT / "configs" / "real" / f"compare_smollm2{longest}.yaml")
     assert isinstance(config, CompareConfig)

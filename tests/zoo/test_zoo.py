@@ -1,4 +1,4 @@
-"""Every family of the table, from its published form to its export: what it says is what transformers says."""
+"""Every family of the table, from its published form to its export: its outputs equal transformers'."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def test_log_probabilities_are_those_of_transformers(family: Family, folder_of: 
     assert ours.std() > 0.2, "random weights say something"
 
 
-# One of four algorithms trains each family, in turn; the rest are slow. What they do with a family is the same: they
+# One of four algorithms trains each family, in turn; the rest are slow. Their use of a family is the same: they
 # sample from it, ask it for log-probabilities and take their gradient. Besides, GRPO trains an adapter of each, or a
-# reward model, which is what a critic is, is trained of it below.
+# reward model, like a critic, is trained of it below.
 CASES = [
     pytest.param(family, algorithm, id=f"{family.name}-{algorithm}", marks=[pytest.mark.slow] if place % 4 else [])
     for index, family in enumerate(FAMILIES)
@@ -177,7 +177,7 @@ def check_step(trained: Trained, *, share: float = 0.5) -> None:
 
 
 def check_export(trained: Trained, folder: Path) -> None:
-    """The export has the published shapes and settings, and says in transformers what was trained."""
+    """The export has the published shapes and settings, and gives the trained outputs in transformers."""
     exported, published = plain_model(trained.folder), published_model(folder)
     shapes = {name: weight.shape for name, weight in published.state_dict().items()}
     assert {name: weight.shape for name, weight in exported.state_dict().items()} == shapes
@@ -199,14 +199,14 @@ def check_export(trained: Trained, folder: Path) -> None:
 
 
 def check_weights(exported: PreTrainedModel, trained: Trained, dtype: torch.dtype) -> None:
-    """The weights in the files are those that were trained, in the dtype that the run chose."""
+    """The weights in the files are the trained ones, in the dtype that the run chose."""
     live = trained.module.state_dict()
     for name, weight in exported.state_dict().items():
         assert torch.equal(weight, live[name].to(dtype).float()), name
 
 
 def read(path: Path) -> dict[str, object]:
-    """Read a configuration without what only says who wrote it."""
+    """Read a configuration without the keys that only name its writer."""
     content: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
     return {key: value for key, value in content.items() if key not in ("transformers_version", "_name_or_path")}
 
@@ -226,7 +226,7 @@ def test_a_reward_model_of_one_step_exports(family: Family, folder_of: Folder, t
 
 @torch.no_grad()
 def check_scores(folder: Path, plain: PreTrainedModel) -> None:
-    """The scores of a reward model are those of plain transformers, calibrated, for texts that end with EOS."""
+    """The scores of a reward model equal plain transformers', calibrated, for texts that end with EOS."""
     tokenizer = load_tokenizer(str(folder))
     model = load_scalar_head(str(folder), tokenizer, new_head=None).eval()
     completions = [[*completion, tokenizer.eos_token_id] for completion in COMPLETIONS]

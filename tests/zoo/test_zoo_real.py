@@ -24,7 +24,7 @@ FAMILY = BY_NAME["smollm2"]
 
 @cache
 def our_model(shared: Path) -> PreTrainedModel:
-    """Load the model as a run would, from its GGUF file; do not change it."""
+    """Load the model like a run, from its GGUF file; do not change it."""
     return load_causal_lm(str(shared / FOLDER))
 
 

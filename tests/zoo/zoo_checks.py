@@ -1,4 +1,4 @@
-"""What a model of the zoo must agree on with transformers, and which fast ways it takes."""
+"""The agreement of a model of the zoo with transformers, and the fast ways that it takes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPLETIONS = [[80, 81, 82, 83, 84], [85, 86, 87], [88], [89, 75, 76, 77, 78, 79
 
 
 def plain_model(folder: Path) -> PreTrainedModel:
-    """Load a folder as anybody would, in float32; everything in it is used and nothing is missing."""
+    """Load a folder plainly, in float32; everything in it is used and nothing is missing."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
@@ -58,7 +58,7 @@ def plain_logprobs(model: PreTrainedModel, prompt: Sequence[int], completion: Se
 
 @torch.no_grad()
 def our_logprobs(model: PreTrainedModel, fill: int) -> Tensor:
-    """Compute the log-probabilities of `COMPLETIONS` as training does."""
+    """Compute the log-probabilities of `COMPLETIONS` like training."""
     batch = completions_of(PROMPTS, COMPLETIONS, fill=fill)
     fields = batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask
     return completion_outputs(model, *fields, temperature=1.0).logprobs[batch.completion_mask]
@@ -69,7 +69,7 @@ def expected_logprobs(model: PreTrainedModel) -> Tensor:
 
 
 def sampler_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, length: int) -> Sampler:
-    """Make the sampler that a run would have."""
+    """Make the sampler of a run."""
     return make_sampler(
         model,
         SamplingConfig(max_new_tokens=length),
@@ -83,7 +83,7 @@ def sampler_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase, *, length: i
 def check_greedy(
     model: PreTrainedModel, plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, length: int = 20
 ) -> None:
-    """The most likely completions, and their log-probabilities, are those of transformers' generate row by row."""
+    """The most likely completions, and their log-probabilities, are as from transformers' generate, row by row."""
     fill, ends = pad_id(tokenizer), eos_ids(model, tokenizer)
     sampler = sampler_of(model, tokenizer, length=length)
     drawn = sampler.sample(prompts_of(PROMPTS, fill=fill), key=0, group_size=1, greedy=True)
@@ -121,7 +121,7 @@ def ways_of(model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, bo
 
 
 def reasons_of(model: CausalLM) -> dict[str, str]:
-    """Give the program's own words for what it cannot do."""
+    """Give the program's own words for a fast way that it does not take."""
     return {
         "chunked": chunking_unsupported_reason(model),
         "packed": packing_unsupported_reason(body_of(model)),

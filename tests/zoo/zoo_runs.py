@@ -34,7 +34,7 @@ def count_letters(
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left: its module, its metrics, the folder of its model."""
+    """The results of a run: its module, its metrics, the folder of its model."""
 
     module: nn.Module
     before: dict[str, torch.Tensor]
@@ -72,7 +72,7 @@ def train_reward_model(family: Family, model: Path, out: Path) -> Trained:
 
 
 def question(family: Family, text: str) -> str | list[dict[str, str]]:
-    """Ask as people ask the model: in a turn where it has a template, as plain text where it has none."""
+    """Ask as people ask the model: in a turn if it has a template, otherwise as plain text."""
     return [{"role": "user", "content": text}] if family.template is not None else text
 
 
