@@ -77,6 +77,11 @@ class IfevalSuite(AnswerSuite):
             raise ValueError(f"best_of is {self.best_of}, but nothing picks the best: set source")
         return self
 
+    @classmethod
+    def check_installed(cls) -> None:
+        """Check that langdetect is installed."""
+        require_langdetect()
+
     @property
     def ignores_seed(self) -> bool:
         """Return whether the answers are the most likely ones; the best of several is sampled."""
@@ -90,10 +95,8 @@ class IfevalSuite(AnswerSuite):
         """Answer every prompt and check which instructions the answer follows.
 
         Raises:
-            ConfigError: langdetect is not installed.
             DataError: there is no usable prompt.
         """
-        require_langdetect()
         columns = ("prompt", KIND_COLUMN, ARGUMENTS_COLUMN)
         items, skips = read_items(self.dataset, read_instruction, columns=columns, what="prompts with constraints")
         items = drop_too_long(subject, items, skips, lambda instruction: instruction.prompt)

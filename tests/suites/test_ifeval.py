@@ -11,9 +11,10 @@ from pydantic import ValidationError
 from runs import write_rows
 from suite_cases import evaluate, figures, subject, values
 
-from rlhf.errors import DataError
+from rlhf.errors import ConfigError, DataError
 from rlhf.rewards.function import FunctionReward
 from rlhf.suites.ifeval import IfevalSuite
+from rlhf.suites.suite import find_suite
 
 WORDS = ("q", "yes,", "*no*", "maybe", "loud")
 ANSWERS = {"q": {"yes,": 1.0}, "yes,": {"*no*": 1.0}, "*no*": {EOS: 1.0}, "maybe": {EOS: 1.0}, "loud": {EOS: 1.0}}
@@ -40,6 +41,12 @@ def test_only_one_most_likely_answer_is_the_same_under_every_seed(tmp_path: Path
     assert settings(path).ignores_seed
     assert not settings(path, best_of=2, source=source).ignores_seed
     assert not settings(path, greedy=False).ignores_seed
+
+
+def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"rlhf-trainer\[ifeval\]"):
+        find_suite("ifeval")[0].check_installed()
 
 
 def test_accuracies_by_hand(tmp_path: Path) -> None:
