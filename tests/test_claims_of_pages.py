@@ -296,7 +296,12 @@ def test_the_comparison_on_people_s_pairs(name: str) -> None:
 def test_the_chain_from_fewer_rewrites() -> None:
     results, text = read("compare_detox_800.json"), page("docs/experiments/detox.md").split("### From 800 rewrites")[1]
     start = results["start_model"]["suites"]["detox"]
-    seeds = {(arm.upper(), str(seed["seed"])): seed for arm, has in results["arms"].items() for seed in has["seeds"]}
+    names = {"dpo_rate_1e-6": "DPO, rate 1e-6", "grpo_kl_in_reward": "GRPO, its KL in the reward"}
+    seeds = {
+        (names.get(arm, arm.upper()), str(seed["seed"])): seed
+        for arm, has in results["arms"].items()
+        for seed in has["seeds"]
+    }
     by_people = {figure: start[f"human_{figure}"] for figure in ("j", "style", "similarity")}
     people, seen = start["human_j"]["value"], set()
     for row in rows(text.split("\n### ")[0]):
@@ -327,6 +332,26 @@ def test_the_chain_from_fewer_rewrites() -> None:
     shown = [number for part in told.groups() for number in numbers(part.replace(".", "0."))]
     expected = [*(both["gain"][key] for key in ("value", "low", "high")), people]
     assert wrong(shown, [*expected, both["value"], both["low"], both["high"]]) == []
+    said = " ".join(text.split())
+    for pattern, difference in (
+        (r"and J is (.*?) higher, equal to RLOO's", "GRPO, its KL in the reward less GRPO"),
+        (r"has the same J \(−?(.*?)\)", "DPO, rate 1e-6 less DPO"),
+        (r"first seed is (.*?) above it", "PPO, seed 0 less DPO, rate 1e-6"),
+    ):
+        (shown,) = re.findall(pattern, said)
+        expected = [abs(results["differences_in_j"][difference][key]) for key in ("value", "low", "high")]
+        assert wrong(numbers(shown.replace("−", "").replace(".", "0.")), expected) == [], pattern
+    in_loss, in_reward = (results["curves_on_dev_sentences"][name] for name in ("GRPO", names["grpo_kl_in_reward"]))
+    told = re.search(
+        r"policy is (\S+) nats from its start after 32 steps and (\S+) after 96.*?stays at (\d) nats", said
+    )
+    assert told is not None
+    assert wrong(told.groups()[:2], [in_loss[1]["kl"], in_loss[3]["kl"]]) == []
+    assert {round(point["kl"]) for point in in_reward[1:]} == {int(told[3])}
+    (best,) = re.findall(r"highest after a quarter of the pairs \((.*?)\)", said)
+    curve = results["curves_on_dev_sentences"]["DPO, rate 1e-6"]
+    assert max(curve, key=lambda point: float(point["score"])) == curve[1]
+    assert wrong([f"0{best}"], [curve[1]["score"]]) == []
     for name in ("README.md", "docs/results.md"):
         sentence = r"From a start of 800 rewrites, J (\.\d+), PPO \[?gains (\.\d+).*?and SFT on .*? pairs (\.\d+)"
         (told,) = re.findall(sentence, " ".join(page(name).split()))

@@ -14,6 +14,7 @@ from rlhf.cli import main
 from rlhf.commands.lint import run_lint, runs_of
 from rlhf.config.load import load_any
 from rlhf.errors import ConfigError
+from rlhf.guard.alarms.kl import KlToReference
 from rlhf.guard.lint import all_rules, check_settings, lint
 from rlhf.guard.rule import parameters_in_name, read_facts
 from rlhf.section import Facts
@@ -257,6 +258,14 @@ def test_the_name_of_a_run_says_nothing_of_its_model_and_an_adapter_is_as_large_
     (folder / "model" / "config.json").write_text("{}")
     (folder / "model" / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen2.5-0.5B"}')
     assert read_facts(config) == Facts(5e8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "rloo"])
+def test_the_cure_of_a_growing_kl_is_itself_no_mistake(preset: str) -> None:
+    settings = [word.strip(",;") for word in KlToReference.cure.split() if "=" in word]
+    config = load_any(ROOT / PPO, [f"algorithm.preset={preset}", *settings])
+    about_kl = {found.rule.name for found in lint(config, UNKNOWN) if "algorithm.kl" in found.rule.key}
+    assert about_kl == set()
 
 
 def test_a_refusal_names_rule_key_value_source_fix_and_the_way_around() -> None:

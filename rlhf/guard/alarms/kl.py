@@ -39,7 +39,10 @@ class KlToReference(Alarm):
     limit = 0.5  # nats per token of a completion
     patience = 3
     causes = "a missing or weak KL penalty, a wrong sign, or a learning rate that is too high"
-    cure = "algorithm.kl.placement=reward algorithm.kl.coef=0.05, lower policy.lr; use the best checkpoint"
+    cure = (
+        "algorithm.kl.placement=reward algorithm.kl.estimator=k1 algorithm.kl.coef=0.05 (online_dpo: a larger "
+        "algorithm.policy_loss.loss.beta), lower policy.lr; use the best checkpoint"
+    )
     source = "Gao et al. 2023, sec. 3: the true score falls with the root of the KL; 0.5 from runs in the lab"
 
     def read(self, history: History) -> Reading | None:
