@@ -332,23 +332,23 @@ def test_the_chain_from_fewer_rewrites() -> None:
     shown = [number for part in told.groups() for number in numbers(part.replace(".", "0."))]
     expected = [*(both["gain"][key] for key in ("value", "low", "high")), people]
     assert wrong(shown, [*expected, both["value"], both["low"], both["high"]]) == []
-    said = " ".join(text.split())
+    one_line = " ".join(text.split())
     for pattern, difference in (
         (r"and J is (.*?) higher, equal to RLOO's", "GRPO, its KL in the reward less GRPO"),
         (r"has the same J \(−?(.*?)\)", "DPO, rate 1e-6 less DPO"),
         (r"first seed is (.*?) above it", "PPO, seed 0 less DPO, rate 1e-6"),
     ):
-        (shown,) = re.findall(pattern, said)
+        (shown,) = re.findall(pattern, one_line)
         expected = [abs(results["differences_in_j"][difference][key]) for key in ("value", "low", "high")]
         assert wrong(numbers(shown.replace("−", "").replace(".", "0.")), expected) == [], pattern
     in_loss, in_reward = (results["curves_on_dev_sentences"][name] for name in ("GRPO", names["grpo_kl_in_reward"]))
     told = re.search(
-        r"policy is (\S+) nats from its start after 32 steps and (\S+) after 96.*?stays at (\d) nats", said
+        r"policy is (\S+) nats from its start after 32 steps and (\S+) after 96.*?stays at (\d) nats", one_line
     )
     assert told is not None
     assert wrong(told.groups()[:2], [in_loss[1]["kl"], in_loss[3]["kl"]]) == []
     assert {round(point["kl"]) for point in in_reward[1:]} == {int(told[3])}
-    (best,) = re.findall(r"highest after a quarter of the pairs \((.*?)\)", said)
+    (best,) = re.findall(r"highest after a quarter of the pairs \((.*?)\)", one_line)
     curve = results["curves_on_dev_sentences"]["DPO, rate 1e-6"]
     assert max(curve, key=lambda point: float(point["score"])) == curve[1]
     assert wrong([f"0{best}"], [curve[1]["score"]]) == []

@@ -27,7 +27,7 @@ from peers.work import LR, MICRO_BATCH, Job, start_adapters
 from rlhf.config.files import merge
 from rlhf.config.load import load_reward_model, train_config
 from rlhf.data import datasets as stream
-from rlhf.data.pairs import AnnotatedPairSet, PairSet
+from rlhf.data.pairs import AnnotatedPairSet
 from rlhf.factory import online
 from rlhf.factory.reward_model import build_reward_model
 from rlhf.factory.run import build_run
@@ -190,9 +190,9 @@ def observed(job: Job) -> Iterator[Observations]:
     def sampler(config: Any, models: Models, *rest: Any, **more: Any) -> Sampler:
         return WatchedSampler(plain_sampler(config, models, *rest, **more), models, job, seen.generated)
 
-    def reference(annotator: ReferenceAnnotator, pairs: PairSet) -> AnnotatedPairSet:
+    def reference(annotator: ReferenceAnnotator, *args: Any) -> AnnotatedPairSet:
         began = job.now()
-        annotated = plain_reference(annotator, pairs)
+        annotated = plain_reference(annotator, *args)
         seen.reference_seconds += job.now() - began
         return annotated
 

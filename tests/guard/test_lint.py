@@ -264,7 +264,7 @@ def test_the_name_of_a_run_says_nothing_of_its_model_and_an_adapter_is_as_large_
 def test_the_cure_of_a_growing_kl_is_itself_no_mistake(preset: str) -> None:
     settings = [word.strip(",;") for word in KlToReference.cure.split() if "=" in word]
     config = load_any(ROOT / PPO, [f"algorithm.preset={preset}", *settings])
-    about_kl = {found.rule.name for found in lint(config, UNKNOWN) if "algorithm.kl" in found.rule.key}
+    about_kl = {broken.rule.name for broken in lint(config, UNKNOWN) if "algorithm.kl" in broken.rule.key}
     assert about_kl == set()
 
 
