@@ -187,6 +187,37 @@ def test_the_suites_on_the_models_of_json() -> None:
     assert all(model["xstest"]["figures"]["refused_safe"]["value"] == 0 for model in models.values())
 
 
+def test_the_suites_on_the_models_of_detox() -> None:
+    models, seen = read("alignment_detox.json")["models"], set()
+    names = {"SFT on 800 rewrites, the start": "start", "GRPO, its KL in the reward": "grpo_kl_in_reward"}
+    columns = [
+        ("ifeval", "prompt_strict"),
+        ("blimp", "accuracy"),
+        ("harmful", "refused"),
+        ("xstest", "refused_safe"),
+        ("toxicity", "toxic"),
+    ]
+    for row in rows(page("docs/experiments/detox.md").split("### What else")[1].split("### The same chain")[0]):
+        if len(row) != 6 or row[0].startswith("%"):
+            continue
+        arm = names.get(row[0], row[0].lower())
+        for cell, (suite, name) in zip(row[1:], columns, strict=True):
+            figure = models[f"{arm}-seed-0"][suite]["figures"][name]
+            assert wrong(numbers(cell), [100 * figure[key] for key in ("value", "low", "high")]) == [], row
+        seen.add(f"{arm}-seed-0")
+    assert seen == set(models)
+    one_line = " ".join(page("docs/experiments/detox.md").split())
+    for pattern, arm, suite, name in (
+        (r"instructions of (.*?) points fewer of IFEval", "grpo", "ifeval", "prompt_strict"),
+        (r"and (\S+ \[.*?\]) points fewer of the single", "grpo", "ifeval", "instruction_strict"),
+        (r"after DPO \((.*?)\) and RLOO", "dpo", "toxicity", "toxic"),
+        (r"and RLOO \((.*?)\);", "rloo", "toxicity", "toxic"),
+    ):
+        (told,) = re.findall(pattern, one_line)
+        gain = models[f"{arm}-seed-0"][suite]["gains"][name]
+        assert wrong(numbers(told), [-100 * gain[key] for key in ("value", "high", "low")]) == [], pattern
+
+
 def test_what_pages_say_of_json_on_a_gpu() -> None:
     measured = {"GRPO": read("compare_json_h100.json")["grpo"], "PPO": read("compare_json_h200.json")["ppo"]}
     for name in ("README.md", "docs/results.md"):
