@@ -73,8 +73,8 @@ class ReferenceAnnotator:
 
     def pairs(self, pairs: PairSet, read: RowsRead | None = None) -> AnnotatedPairSet:
         """Annotate pairs: both completions of each; of the pairs that are not `read` NaN."""
-        count = len(pairs)
-        wanted = [*read(count), *(count + i for i in read(count))] if read else None
+        rows = read(len(pairs)) if read else range(len(pairs))
+        wanted = [*rows, *(len(pairs) + row for row in rows)]
         chosen, rejected = self._logprobs(completion_rows(pairs), wanted).chunk(2)
         return AnnotatedPairSet(pairs, chosen, rejected)
 
