@@ -32,7 +32,7 @@ from rlhf.plugins import load_plugins
 from rlhf.rewards.source import Source
 from rlhf.suites.suite import Suite, find_suite
 from rlhf.tracking.run_folder import differing_keys, write_atomically
-from rlhf.tracking.same_run import MACHINE, matches
+from rlhf.tracking.same_run import MACHINE, SAVING, matches
 
 Settings = dict[str, dict[str, Any]]
 
@@ -260,7 +260,8 @@ def ensure_owner(cell: Cell) -> None:
 def check_owner(cell: Cell) -> None:
     """Check that the cell's folder has no cell.yaml, or one with the same settings.
 
-    Suites may differ, as they change no result that is there; so may the settings of speed and memory (`MACHINE`).
+    Suites may differ, as they change no result that is there; so may the settings of speed and memory (`MACHINE`) and of
+    checkpoints (`SAVING`).
 
     Raises:
         ConfigError: the folder belongs to another comparison, or to another version of the package.
@@ -268,11 +269,12 @@ def check_owner(cell: Cell) -> None:
     if not (cell.folder / CELL).is_file():
         return
     before = read_cell(cell.folder).config.model_copy(update={"suites": cell.config.suites})
-    keys = [key for key in differing_keys(dump(before), dump(cell.config)) if not matches(_key_of_run(key), MACHINE)]
+    free = (*MACHINE, *SAVING)
+    keys = [key for key in differing_keys(dump(before), dump(cell.config)) if not matches(_key_of_run(key), free)]
     if keys:
         raise ConfigError(
             f"{cell.folder} was made with other settings ({', '.join(keys[:6])}{', …' if len(keys) > 6 else ''}): "
-            "choose another out_dir, or remove that folder to run it anew"
+            "choose another out_dir, or remove that folder to run it again"
         )
 
 

@@ -51,6 +51,9 @@ MACHINE = (
 """The settings of speed and memory, and of how servers are asked, as patterns of dotted keys: they change results by
 rounding only."""
 
+SAVING = ("checkpoint.every", "checkpoint.keep")
+"""When a run saves checkpoints, and how many stay: they change no result."""
+
 MAY_CHANGE = (
     # length and learning rate
     "schedule.*",
@@ -64,8 +67,7 @@ MAY_CHANGE = (
     "eval.samples",
     "eval.greedy",
     "eval.judge*",
-    "checkpoint.every",
-    "checkpoint.keep",
+    *SAVING,
     "checkpoint.resume",
     "checkpoint.best",
     "checkpoint.best.confidence",

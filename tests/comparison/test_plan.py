@@ -212,13 +212,16 @@ def test_a_cell_is_read_back_as_it_was_written_and_no_other_takes_its_folder(tmp
     ensure_owner(changed.of("ppo")[0])
 
 
-def test_a_cell_goes_on_with_other_settings_of_speed_and_memory(tmp_path: Path) -> None:
+def test_a_cell_goes_on_with_other_settings_of_speed_memory_and_checkpoints(tmp_path: Path) -> None:
     before = plan_of(compare_tree(tmp_path)).of("grpo")[0]
     ensure_owner(before)
     smaller = plan_of(compare_tree(tmp_path, shared={"batch": {"micro_batch_size": 1}})).of("grpo")[0]
     assert smaller.config.train.batch.micro_batch_size != before.config.train.batch.micro_batch_size
     ensure_owner(smaller)
     assert read_cell(before.folder) == smaller
+    saved_less = plan_of(compare_tree(tmp_path, shared={"checkpoint": {"every": 7, "keep": 3}})).of("grpo")[0]
+    assert saved_less.config.train.checkpoint != before.config.train.checkpoint
+    ensure_owner(saved_less)
     rounded = plan_of(compare_tree(tmp_path, shared={"policy": {"dtype": "float64"}})).of("grpo")[0]
     with pytest.raises(ConfigError, match=r"train\.policy\.dtype.*another out_dir"):
         ensure_owner(rounded)
