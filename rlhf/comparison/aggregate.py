@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from statistics import fmean
 
 import torch
@@ -28,10 +29,18 @@ from rlhf.comparison.results import (
     SeedResult,
     StartModel,
     Status,
+    SuiteDifference,
     Suites,
 )
 from rlhf.comparison.scheduler import failure_of
-from rlhf.comparison.trial import Judgment, SuiteScores, read_curve, read_suites, summarize_suites
+from rlhf.comparison.trial import (
+    Judgment,
+    SuiteScores,
+    paired_difference,
+    read_curve,
+    read_suites,
+    summarize_suites,
+)
 from rlhf.comparison.tuning.run import read_tuning
 from rlhf.config.compare import START_FOLDER
 from rlhf.evaluation.frontier import score_at_kl
@@ -125,6 +134,7 @@ def summarize(plan: CellPlan, cells: Sequence[CellResult]) -> ComparisonResults:
         equal_kl=level,
         arms={name: _arm(name, arm_cells, start, start_model.spread, level) for name, arm_cells in arms.items()},
         win_rates=_win_rates(arms),
+        suite_differences=tuple(_suite_differences(arms, start_model.suites)),
         evaluations=tuple(evaluation for result in cells for evaluation in result.evaluations),
         best_of_n={name: curve for name, arm_cells in arms.items() if (curve := _curve(arm_cells))},
         tuning=read_tuning(config, plan.folder, arms, [row["prompt"] for row in _judgments(start)[0].rows]),
@@ -380,6 +390,24 @@ def _win_rate(
 def _swap_sides(rate: LengthControlled) -> LengthControlled:
     """Compute the length-controlled win rate of the same pair with its sides exchanged."""
     return replace(rate, value=1 - rate.value, low=1 - rate.high, high=1 - rate.low)
+
+
+def _suite_differences(arms: Mapping[str, Sequence[CellResult]], suites: Suites) -> Iterator[SuiteDifference]:
+    """Compute the difference of every pair of arms in the first figure of each suite, on their common seeds."""
+    for suite, figures in suites.items():
+        figure = next(iter(figures))
+        measured = {
+            name: {
+                result.cell.seed: result.suites[suite] for result in _finished(cells, name) if suite in result.suites
+            }
+            for name, cells in arms.items()
+        }
+        for a, b in combinations(arms, 2):
+            seeds = sorted(measured[a].keys() & measured[b].keys())
+            scores_a, scores_b = ([measured[name][seed] for seed in seeds] for name in (a, b))
+            difference = paired_difference(scores_a, scores_b, figure) if seeds else None
+            if difference is not None:
+                yield SuiteDifference(suite=suite, figure=figure, a=a, b=b, difference=difference, seeds=len(seeds))
 
 
 def _curve(cells: Sequence[CellResult]) -> tuple[CurvePoint, ...]:

@@ -18,6 +18,7 @@ from rlhf.comparison.results import ComparisonResults, CurvePoint, Evaluation, F
 from rlhf.comparison.summary import (
     budget_in_words,
     cost_table,
+    difference_tables,
     end_table,
     equal_kl_table,
     few_prompts_note,
@@ -84,6 +85,7 @@ def write_compare_page(
         axis=UNITS[results.budget.unit],
         end=end_table(results),
         suites=suite_tables(results),
+        suite_differences=difference_tables(results),
         equal_kl=equal_kl_table(results),
         cost=cost_table(results),
         gamed=[arm for arm in results.arms if reward_hacking_points(results, arm)],

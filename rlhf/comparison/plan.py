@@ -260,8 +260,8 @@ def ensure_owner(cell: Cell) -> None:
 def check_owner(cell: Cell) -> None:
     """Check that the cell's folder has no cell.yaml, or one with the same settings.
 
-    Suites may differ, as they change no result that is there; so may the settings of speed and memory (`MACHINE`) and of
-    checkpoints (`SAVING`).
+    Suites may differ, as they change no result that is there; so may the settings of speed and memory (`MACHINE`) and
+    of checkpoints (`SAVING`).
 
     Raises:
         ConfigError: the folder belongs to another comparison, or to another version of the package.

@@ -281,6 +281,27 @@ class ArmWinRate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SuiteDifference:
+    """Arm `a` less arm `b` in the first figure of a suite, paired by row, over the seeds that both have finished."""
+
+    suite: str
+    figure: str
+    a: str
+    b: str
+    difference: Interval
+    seeds: int
+
+    def record(self) -> dict[str, object]:
+        """Return the difference as results.json has it."""
+        return _record(self, flat=("difference",), difference=asdict(self.difference))
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> SuiteDifference:
+        """Build the difference from the dictionary that `record` returned."""
+        return _build(cls, record, difference=Interval(record["value"], record["low"], record["high"]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartModel:
     """The model that every arm starts from."""
 
@@ -322,6 +343,7 @@ class ComparisonResults:
     equal_kl: float | None  # nats; None if no KL is common to all
     arms: Mapping[str, ArmResult]
     win_rates: tuple[ArmWinRate, ...]
+    suite_differences: tuple[SuiteDifference, ...]
     evaluations: tuple[Evaluation, ...]
     best_of_n: Mapping[str, tuple[CurvePoint, ...]]  # by arm, the mean over seeds
     exact_frontier: tuple[FrontierPoint, ...] | None = None  # of a task whose completions can be enumerated
@@ -342,6 +364,7 @@ class ComparisonResults:
             "start_model": self.start_model.record(),
             "arms": {name: arm.record() for name, arm in self.arms.items()},
             "win_rates": [rate.record() for rate in self.win_rates],
+            "suite_differences": [difference.record() for difference in self.suite_differences],
             "evaluations": [evaluation.record() for evaluation in self.evaluations],
             "best_of_n": {name: _points_record(curve) for name, curve in self.best_of_n.items()},
         }
@@ -355,6 +378,7 @@ class ComparisonResults:
         """Build the results from the content of results.json."""
         exact, proxy, tuning = record.get("exact_frontier"), record["reward_source"], record.get("tuning")
         curves = record["best_of_n"].items()
+        differences = record.get("suite_differences", [])  # earlier results have none
         return _build(
             cls,
             record,
@@ -365,6 +389,7 @@ class ComparisonResults:
             start_model=StartModel.of(record["start_model"]),
             arms={name: ArmResult.of(arm) for name, arm in record["arms"].items()},
             win_rates=tuple(ArmWinRate.of(rate) for rate in record["win_rates"]),
+            suite_differences=tuple(SuiteDifference.of(difference) for difference in differences),
             evaluations=tuple(Evaluation.of(evaluation) for evaluation in record["evaluations"]),
             best_of_n={name: tuple(CurvePoint(**point) for point in curve) for name, curve in curves},
             exact_frontier=tuple(FrontierPoint(**point) for point in exact) if exact is not None else None,

@@ -95,7 +95,7 @@ def _against(results: ComparisonResults, pair: ArmWinRate) -> str:
     gain = pair.difference
     compared = f"{format_gain(gain)} higher"
     if gain.value < 0:  # it is the best by seeds that the other has not finished
-        compared = f"{format_gain(Interval(-gain.value, -gain.high, -gain.low))} lower on the seeds that both have"
+        compared = f"{format_gain(_negative(gain))} lower on the seeds that both have"
     return (
         f"Against {next_best}, the next, it wins {_percent(pair.rate)} of the prompts and scores {compared}, so "
         f"{_conclusion(pair, results.prompts)}"
@@ -119,12 +119,10 @@ def ranking(results: ComparisonResults) -> list[str]:
     return sorted(scores, key=lambda name: -scores[name])
 
 
-def format_gain(gain: Interval | None, *, percent: bool = False) -> str:
+def format_gain(gain: Interval | None) -> str:
     """Format a difference with its 95 % interval; a dash without one."""
     if gain is None:
         return "–"
-    if percent:
-        return format_interval(100 * gain.value, 100 * gain.low, 100 * gain.high, "+.1f")
     return format_interval(gain.value, gain.low, gain.high, f"+.{_decimals(gain)}f")
 
 
@@ -231,26 +229,42 @@ def _percent(share: Interval) -> str:
 
 
 def suite_tables(results: ComparisonResults) -> list[Table]:
-    """Build a table for each suite: the start model, then every arm.
-
-    Shares are in percent with intervals; the last column is the gain in the first figure.
-    """
+    """Build a table for each suite: the start model and every arm; the last column is the gain in the first figure."""
     return [_suite_table(results, suite) for suite in results.start_model.suites]
 
 
 def _suite_table(results: ComparisonResults, suite: str) -> Table:
     start = results.start_model.suites[suite]
     names = list(start)[:SUITE_FIGURES]
-    rows: list[list[Any]] = [["start model", *(_suite_value(start[name], name) for name in names), "–"]]
+    rows: list[list[Any]] = [["start model", *(_suite_value(start[name]) for name in names), "–"]]
     for arm in ranking(results):
         figures = results.arms[arm].suites.get(suite)
         if figures is not None:
             # A judge of pairs that has not answered yet leaves opponents without a figure.
-            values = [_suite_value(figures[name], name) if name in figures else None for name in names]
+            values = [_suite_value(figures[name]) if name in figures else None for name in names]
             gain = figures[names[0]].gain if names[0] in figures else None
-            rows.append([_with_n(results, arm), *values, format_gain(gain, percent=True)])
-    columns = ["", *map(humanize, names), f"{humanize(names[0])}, gain in points"]
+            rows.append([_with_n(results, arm), *values, format_gain(gain)])
+    columns = ["", *map(humanize, names), f"{humanize(names[0])}, gain over start"]
     return Table(suite, columns, rows)
+
+
+def difference_tables(results: ComparisonResults) -> list[Table]:
+    """Build a table for each suite of the differences between arms in its first figure: the row less the column."""
+    tables = []
+    for suite in results.start_model.suites:
+        rows = [row for row in results.suite_differences if row.suite == suite]
+        if rows:
+            known = {(row.a, row.b): row.difference for row in rows}
+            known |= {(row.b, row.a): _negative(row.difference) for row in rows}
+            arms = [arm for arm in ranking(results) if any(arm in pair for pair in known)]
+            cells = [[a, *(format_gain(known.get((a, b))) for b in arms)] for a in arms]
+            title = f"{suite}: {humanize(rows[0].figure)} of the row less the column's"
+            tables.append(Table(title, ["", *arms], cells))
+    return tables
+
+
+def _negative(interval: Interval) -> Interval:
+    return Interval(-interval.value, -interval.high, -interval.low)
 
 
 def _with_n(results: ComparisonResults, arm: str) -> str:
@@ -258,12 +272,11 @@ def _with_n(results: ComparisonResults, arm: str) -> str:
     return arm if n is None else f"{arm}, n = {n}"
 
 
-def _suite_value(figure: SuiteFigure, name: str) -> str:
-    if name == "length":
-        return format_number(figure.value)
+def _suite_value(figure: SuiteFigure) -> str:
+    digits = ".3f" if abs(figure.value) < 10 else ".1f"
     if figure.low is None or figure.high is None:
-        return f"{100 * figure.value:.1f}"
-    return format_interval(100 * figure.value, 100 * figure.low, 100 * figure.high, ".1f")
+        return format(figure.value, digits)
+    return format_interval(figure.value, figure.low, figure.high, digits)
 
 
 def equal_kl_table(results: ComparisonResults) -> Table | None:

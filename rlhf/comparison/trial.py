@@ -408,7 +408,7 @@ def _summarize(results: Sequence[SuiteScores], starts: Sequence[SuiteScores | No
     for name in (name for name in results[0].figures if all(name in result.figures for result in results)):
         low, high = _bounds(results, name)
         value = fmean(result.figures[name].value for result in results)
-        figures[name] = SuiteFigure(value=value, low=low, high=high, gain=_gain(results, starts, name))
+        figures[name] = SuiteFigure(value=value, low=low, high=high, gain=paired_difference(results, starts, name))
     return figures
 
 
@@ -429,12 +429,18 @@ def _bootstrap(rows: Sequence[Sequence[float] | None]) -> Interval | None:
     return bootstrap_crossed(torch.tensor(known, dtype=torch.float64))
 
 
-def _gain(results: Sequence[SuiteScores], starts: Sequence[SuiteScores | None], name: str) -> Interval | None:
+def paired_difference(
+    results: Sequence[SuiteScores], others: Sequence[SuiteScores | None], name: str
+) -> Interval | None:
+    """Compute the mean of `results` less `others` in a figure, seed by seed and row by row, and its interval.
+
+    None unless both have a number for each row of every seed.
+    """
     after = [result.rows.get(name) for result in results]
-    before = [start.rows.get(name) if start is not None else None for start in starts]
+    before = [other.rows.get(name) if other is not None else None for other in others]
     pairs = [(a, b) for a, b in zip(after, before, strict=True) if a is not None and b is not None and len(a) == len(b)]
     if len(pairs) < len(after):
         return None
     differences = [torch.tensor(a, dtype=torch.float64) - torch.tensor(b, dtype=torch.float64) for a, b in pairs]
-    gain = bootstrap_crossed(torch.stack(differences))
-    return None if math.isnan(gain.value) else gain
+    difference = bootstrap_crossed(torch.stack(differences))
+    return None if math.isnan(difference.value) else difference

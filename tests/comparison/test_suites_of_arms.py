@@ -16,7 +16,7 @@ from rlhf.cli import main
 from rlhf.comparison.aggregate import read_cells, summarize
 from rlhf.comparison.plan import read_plan
 from rlhf.comparison.results import ComparisonResults, SuiteFigure
-from rlhf.comparison.summary import suite_tables
+from rlhf.comparison.summary import difference_tables, format_gain, suite_tables
 from rlhf.comparison.trial import FOLDER, SuiteScores, read_suites, summarize_suites
 from rlhf.config.load import compare_config, read_yaml
 from rlhf.errors import ConfigError, DataError
@@ -120,11 +120,33 @@ def test_gains_are_paired_over_seeds(folder: Path, results: ComparisonResults) -
     assert [one.value for one in of_seeds if one is not None] == pytest.approx(gains)
 
 
+def test_differences_between_arms_are_paired_over_their_seeds(folder: Path, results: ComparisonResults) -> None:
+    (row,) = results.suite_differences
+    assert (row.suite, row.a, row.b, row.seeds) == ("ifeval", "grpo", "best_of_n", 2)
+    by_seed = []
+    for seed in (0, 1):
+        a, b = (read_suites(folder / arm / f"seed-{seed}")["ifeval"].rows[row.figure] for arm in (row.a, row.b))
+        by_seed.append(sum(x - y for x, y in zip(a, b, strict=True)) / len(a))
+    assert row.difference.value == pytest.approx(sum(by_seed) / 2)
+    assert row.difference.low <= row.difference.value <= row.difference.high
+    (table,) = difference_tables(results)
+    (first, second), order = table.rows, list(table.columns[1:])
+    assert [first[0], second[0]] == order
+    assert first[1] == second[2] == "–"
+    shown = format_gain(row.difference)
+    assert table.rows[order.index("grpo")][1 + order.index("best_of_n")] == shown
+    assert "Differences between arms" in (folder / "report.html").read_text(encoding="utf-8")
+
+
 def test_tables_and_page(folder: Path, results: ComparisonResults) -> None:
     ifeval, xstest = suite_tables(results)
     assert ifeval.rows[0][0] == "start model"
     assert {row[0] for row in ifeval.rows[1:]} == {"grpo", "best_of_n, n = 2"}
     assert "prompt strict" in ifeval.columns
+    figures = results.start_model.suites["ifeval"]
+    assert [str(cell).split(" [")[0] for cell in ifeval.rows[0][1:-1]] == [
+        f"{figure.value:{'.3f' if figure.value < 10 else '.1f'}}" for figure in list(figures.values())[:6]
+    ]  # in their own units, as rlhf eval shows them: a length or a perplexity is no share
     assert [row[0] for row in xstest.rows] == ["start model", "grpo"]
     assert (results.arms["grpo"].peak_memory_mb or 0) > 0
     assert results.arms["best_of_n"].peak_memory_mb is None
