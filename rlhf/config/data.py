@@ -173,13 +173,19 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _hold_out(self) -> DataConfig:
-        """Fill in the held-out sections that are not set with a part of the training rows."""
+        """Fill in the held-out sections that are not set with a part of the training rows.
+
+        They do not count as set. So settings that are written without them, with the part that is left for training,
+        are read back as the same settings.
+        """
         for name in self.held_out_of if self.holdout is not None else ():
-            rows = getattr(self, name)
-            if rows is None or getattr(self, f"eval_{name}") is not None or not rows.is_plain or rows.part is not None:
+            rows, left = getattr(self, name), (self.holdout, 1.0)
+            if rows is None or getattr(self, f"eval_{name}") is not None or not rows.is_plain:
+                continue
+            if rows.part not in (None, left):
                 continue
             most = min(rows.limit or HELD_OUT[name], HELD_OUT[name])
-            self.__dict__[name] = rows.model_copy(update={"part": (self.holdout, 1.0)})
+            self.__dict__[name] = rows.model_copy(update={"part": left})
             self.__dict__[f"eval_{name}"] = rows.model_copy(update={"part": (0.0, self.holdout), "limit": most})
         return self
 

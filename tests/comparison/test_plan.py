@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from cases import GROUPS, compare_tree, plan_of
-from runs import make_model
+from runs import make_model, write_rows
 
 from rlhf.comparison.page import differences
 from rlhf.comparison.plan import CellPlan, ensure_owner, plan_cells, read_cell, read_plan
@@ -210,6 +210,19 @@ def test_a_cell_is_read_back_as_it_was_written_and_no_other_takes_its_folder(tmp
     with pytest.raises(ConfigError, match=r"train\.policy\.lr.*another out_dir"):
         ensure_owner(changed.of("grpo")[0])
     ensure_owner(changed.of("ppo")[0])
+
+
+def test_a_cell_with_rows_held_out_of_its_data_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    """The held-out section is filled in, not set: the file of the cell has only the training rows' part."""
+    tree = compare_tree(tmp_path, shared={"data": {"holdout": 0.25}})
+    tree["arms"] |= {"sft": {"algorithm": {"preset": "sft"}, "data": {"sft": {"path": str(tmp_path / "sft.jsonl")}}}}
+    write_rows(tmp_path / "sft.jsonl", [{"prompt": f"p{i}", "completion": "good"} for i in range(40)])
+    for name, held_out in (("dpo", "eval_preferences"), ("sft", "eval_sft"), ("ppo", "eval_prompts")):
+        cell = plan_of(tree).of(name)[0]
+        assert getattr(cell.config.train.data, held_out) is not None
+        ensure_owner(cell)
+        assert dump(read_cell(cell.folder).config) == dump(cell.config), name
+        ensure_owner(plan_of(tree).of(name)[0])
 
 
 def test_a_cell_goes_on_with_other_settings_of_speed_memory_and_checkpoints(tmp_path: Path) -> None:
