@@ -103,7 +103,7 @@ class Inputs:
         if isinstance(rows, str | Path):
             return {"path": str(rows)}
         if isinstance(rows, Mapping):
-            return {"sources": self._sources(name, rows, text)} if _is_mixture(rows) else dict(rows)
+            return {"sources": self._sources(name, rows, text)} if _is_mixture(name, rows) else dict(rows)
         path = self.folder / "data" / f"{name}.jsonl"
         self._pending.append(lambda: self._write_rows(path, _as_rows(name, rows, text)))
         return {"path": str(path)}
@@ -253,16 +253,24 @@ def _is_object(tokenizer: Any) -> bool:
     return tokenizer is not None and not isinstance(tokenizer, str | Path)
 
 
-def _is_mixture(rows: Mapping[str, Any]) -> bool:
-    """Return whether a mapping is {name: (data, weight)} rather than a section."""
-    return bool(rows) and all(
-        isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int | float) for value in rows.values()
-    )
+def _is_mixture(name: str, rows: Mapping[str, Any]) -> bool:
+    """Return whether a mapping is {name: (data, weight)} rather than a section.
+
+    Raises:
+        DataError: a source has a weight and another has none.
+    """
+    without = [key for key, value in rows.items() if not _has_weight(value)]
+    if without and len(without) < len(rows):
+        raise DataError(f"{name}: {without[0]} has no weight: give every source as (rows, weight)")
+    return bool(rows) and not without
+
+
+def _has_weight(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int | float)
 
 
 def _with_weight(reward: Any) -> tuple[Any, float]:
-    is_pair = isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[1], int | float)
-    return (reward[0], float(reward[1])) if is_pair else (reward, 1.0)
+    return (reward[0], float(reward[1])) if _has_weight(reward) else (reward, 1.0)
 
 
 def _source_at(place: str) -> Tree:
@@ -283,7 +291,8 @@ def _as_rows(name: str, rows: Iterable[Any], text: TextColumn | None) -> Iterato
             yield {text: row}
         else:
             wanted = "a dictionary" if text is None else "a dictionary or a text"
-            raise DataError(f"{name}: row {number} is a {type(row).__name__}: a row is {wanted}")
+            hint = '; a conversation is {"messages": [...]}' if isinstance(row, list | tuple) else ""
+            raise DataError(f"{name}: row {number} is a {type(row).__name__}: a row is {wanted}{hint}")
 
 
 def _lines(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:

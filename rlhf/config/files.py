@@ -158,7 +158,7 @@ def parse_overrides(overrides: Sequence[str], *, arms: Sequence[str] = ()) -> Tr
         arms: arms of a comparison, whose names may have dots: `arms.clip_0.1.policy.lr` is a setting of `clip_0.1`.
 
     Raises:
-        ConfigError: an override without `=`, with an empty key, or whose value is not YAML.
+        ConfigError: an override without `=`, with an empty key, or whose value is not YAML or has `{key:value}`.
     """
     tree: Tree = {}
     for text in overrides:
@@ -172,9 +172,19 @@ def parse_overrides(overrides: Sequence[str], *, arms: Sequence[str] = ()) -> Tr
             raise ConfigError(
                 f"{key}: the value {raw[:200]!r} is not valid YAML ({error}); put it in quotes"
             ) from error
+        if (joined := _joined_key(value)) is not None:
+            raise ConfigError(f"{key}: {joined!r} is one word in YAML: write a space after the colon")
         branch = _branch(parts, value)
         tree = merge(keep_last_alternative(tree, branch), branch)
     return tree
+
+
+def _joined_key(value: Any) -> str | None:
+    """Return the first key that has its value in it, as in `{key:value}` without a space; None if there is none."""
+    if not isinstance(value, Mapping):
+        return None
+    joined = (key if ":" in key and inner is None else _joined_key(inner) for key, inner in value.items())
+    return next((key for key in joined if key is not None), None)
 
 
 def branch_at(key: str, value: Any) -> Tree:

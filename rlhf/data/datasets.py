@@ -16,7 +16,7 @@ from rlhf.config.data import DatasetConfig, TrainableDataConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
 from rlhf.data.formats import ASSISTANT, Completion, RowFormats, is_transcript
-from rlhf.data.rows import BadRow, DataRow, RowCounts
+from rlhf.data.rows import BadRow, DataRow, RowCounts, is_in_part
 from rlhf.data.templates import Rendered
 from rlhf.data.tokenizer import Encoder
 from rlhf.errors import DataError
@@ -184,12 +184,12 @@ class RowPipeline(Generic[T, S]):
         """Load and encode the usable rows of a data set, and count the others."""
         if not config.path:
             raise DataError("these rows are read whole and from one place: set path, not sources")
-        skips = RowCounts(config.path, fatal=config.bad_rows == "error")
+        skips = RowCounts(config.path, fatal=config.bad_rows == "error", part=self.config.part)
         rows = load_rows(config, skips)
-        given = len(rows) + skips.skipped
+        given = len(rows) + skips.skipped_everywhere
         read = self.use.read(rows, skips, turns=self.makes_turns)
         entries = list(self.encode(read, skips, limit=config.limit))
-        if not skips.used and self.config.part is not None and given > skips.skipped:
+        if not skips.used and self.config.part is not None and given > skips.skipped_everywhere:
             low, high = self.config.part
             raise DataError(
                 f"{config.path}: no usable row is in part [{low:g}, {high:g}] of data.holdout: the file is small. Set "
@@ -202,29 +202,20 @@ class RowPipeline(Generic[T, S]):
     def encode(self, read: Iterator[tuple[DataRow, T]], skips: RowCounts, *, limit: int | None) -> Iterator[Entry[T]]:
         """Yield the usable ones of some parsed rows with their token ids, at most `limit`."""
         encoder = self.encoder
-        chosen = ((row, parsed) for row, parsed in read if self._is_in_part(parsed))
+        chosen = ((row, parsed) for row, parsed in read if is_in_part(_key(parsed), self.config.part))
         rows = _render_rows(chosen, encoder, skips, self.render or _default_render(encoder))
         while chunk := list(islice(rows, _next_chunk_size(limit, skips.used))):
             for usable, ids in zip(chunk, _encode(encoder, [u.text for u in chunk]), strict=True):
                 try:
                     fitted = self.fit(usable, ids, skips)
                 except BadRow as bad:
-                    skips.add(usable.row, bad.reason, bad.detail)
+                    skips.add(usable.row, bad.reason, bad.detail, is_placed=True)
                     continue
                 if fitted is None:
                     continue
                 _check_seam(encoder, skips, usable.text, ids)
                 skips.used += 1
                 yield usable, fitted
-
-    def _is_in_part(self, parsed: T) -> bool:
-        part = self.config.part
-        return part is None or part[0] <= place_of(_key(parsed)) < part[1]
-
-
-def place_of(text: str) -> float:
-    """Compute the place of a text in [0, 1): its SHA-256 as a fraction, the same in every file and run."""
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:6], "big") / 2**48
 
 
 def _key(parsed: HasPrompt) -> str:
@@ -280,7 +271,7 @@ def _render_rows(
         try:
             texts = render(item)
         except BadRow as bad:
-            skips.add(row, bad.reason, bad.detail)
+            skips.add(row, bad.reason, bad.detail, is_placed=True)
             continue
         _note_treatment(row, item.prompt, texts, encoder, skips)
         yield from (PreparedRow(row, item, text) for text in texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,16 +33,32 @@ class DataRow:
         return f"{Path(self.file).name}:{self.number}"
 
 
+def place_of(text: str) -> float:
+    """Compute the place of a text in [0, 1): its SHA-256 as a fraction, the same in every file and run."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:6], "big") / 2**48
+
+
+def is_in_part(text: str, part: tuple[float, float] | None) -> bool:
+    """Return whether the place of a text is in a part of [0, 1); None is the whole."""
+    return part is None or part[0] <= place_of(text) < part[1]
+
+
 EXAMPLES = 3
 TOO_LONG_WARNING_SHARE = 0.05  # warn if a larger share of the rows is left out as too long
 
 
 class RowCounts:
-    """Counts of used, cut and skipped rows; the skipped ones by reason, with the first few examples of each."""
+    """Counts of used, cut and skipped rows; the skipped ones by reason, with the first few examples of each.
 
-    def __init__(self, source: str, *, fatal: bool = False) -> None:
+    A malformed row has no prompt to tell its part by: of the parts of a data set, the one that has the row's place in
+    the file counts it. `elsewhere` has the rows of the other parts.
+    """
+
+    def __init__(self, source: str, *, fatal: bool = False, part: tuple[float, float] | None = None) -> None:
         self.source = source
         self.fatal = fatal
+        self.part = part
+        self.elsewhere = None if part is None else RowCounts(source)
         self.used = 0
         self.cut = 0
         self.too_long = 0
@@ -56,8 +73,16 @@ class RowCounts:
         """Return how many rows were skipped, for any reason."""
         return sum(self.counts.values())
 
-    def add(self, row: DataRow, reason: str, detail: str = "") -> None:
+    @property
+    def skipped_everywhere(self) -> int:
+        """Return how many rows were skipped in all parts, as far as this one has read them."""
+        return self.skipped + (0 if self.elsewhere is None else self.elsewhere.skipped)
+
+    def add(self, row: DataRow, reason: str, detail: str = "", *, is_placed: bool = False) -> None:
         """Skip a malformed row.
+
+        Args:
+            is_placed: its prompt was read, and is in the part.
 
         Raises:
             DataError: malformed rows are fatal.
@@ -67,7 +92,9 @@ class RowCounts:
                 f"{row.place}: {BadRow(reason, detail)}. "
                 "Fix the row, or let bad_rows=skip count such rows and go on without them."
             )
-        self.skip(row, reason, detail)
+        is_here = is_placed or is_in_part(row.place, self.part)
+        counts = self if is_here or self.elsewhere is None else self.elsewhere
+        counts.skip(row, reason, detail)
 
     def skip(self, row: DataRow, reason: str, detail: str = "") -> None:
         """Skip a row that is not malformed, for example one that is too long; never fatal."""
@@ -130,6 +157,8 @@ class RowCounts:
         """
         if self.used:
             return
+        if self.elsewhere is not None:
+            self.merge(self.elsewhere)
         if not self.skipped:
             raise DataError(f"{self.source}: no rows at all")
         raise DataError(f"{self.source}: no usable rows; {self.skipped:,} skipped: {self.reasons()}")

@@ -16,9 +16,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PreferencesConfig
-from rlhf.data.datasets import place_of
 from rlhf.data.files import load_rows
-from rlhf.data.rows import BadRow, DataRow, RowCounts
+from rlhf.data.rows import BadRow, DataRow, RowCounts, is_in_part
 from rlhf.data.tokenizer import left_pad, length_limit, pad_id, right_pad, right_pad_flags
 from rlhf.errors import DataError
 from rlhf.types import LabelledSteps
@@ -113,7 +112,8 @@ def load_steps(
     Raises:
         DataError: the data set cannot be read, or no row is usable.
     """
-    encoder, skips = StepEncoder(tokenizer, separator), RowCounts(config.path, fatal=config.bad_rows == "error")
+    encoder = StepEncoder(tokenizer, separator)
+    skips = RowCounts(config.path, fatal=config.bad_rows == "error", part=config.part)
     limit = length_limit(config.max_tokens, context, config.too_long)
     rows: list[EncodedSteps] = []
     texts: list[StepText] = []
@@ -126,7 +126,7 @@ def load_steps(
         except BadRow as bad:
             skips.add(row, bad.reason, bad.detail)
             continue
-        if config.part is not None and not config.part[0] <= place_of(text.prompt) < config.part[1]:
+        if not is_in_part(text.prompt, config.part):
             continue
         encoded = encoder.encode(text.prompt, text.steps)
         excess = limit.tokens_to_cut(row, len(encoded.prompt) + len(encoded.completion), skips)

@@ -13,6 +13,7 @@ from rlhf.data.conversation import Prompt, as_text, some_text
 from rlhf.data.files import load_rows
 from rlhf.data.formats import DEMONSTRATIONS, PAIRS, PROMPTS, is_transcript
 from rlhf.data.rows import BadRow, DataRow, RowCounts
+from rlhf.errors import DataError
 
 KWISE = "completions"  # the column with the completions of a prompt as a list
 FEWEST = 2  # completions that can be compared
@@ -71,10 +72,9 @@ def read_groups(config: DatasetConfig) -> tuple[list[LabelGroup], RowCounts]:
     if single:
         counts.note(f"{single:,} prompts with a single completion are left out")
     groups = [group for group in groups if len(group.completions) >= FEWEST]
-    if not groups:
-        counts.used = 0
-        counts.note("a prompt needs two different completions")
     counts.require_rows()
+    if not groups:
+        raise DataError(f"{config.path}: no prompt has two different completions, so there is nothing to compare")
     return groups[: config.limit], counts
 
 

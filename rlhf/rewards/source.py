@@ -257,6 +257,7 @@ def _to_tensor(
             f"the first is {quoted(str(values[bad[0]]))}, for the completion {quoted(completions[bad[0]])}"
             + ABSTENTION_HINT * (values[bad[0]] is None)
             + STRING_HINT * isinstance(values[bad[0]], str)
+            + LIST_HINT * isinstance(values[bad[0]], Sequence) * (not isinstance(values[bad[0]], str))
         )
     import torch
 
@@ -266,6 +267,8 @@ def _to_tensor(
 ABSTENTION_HINT = "; only a source in an ensemble may leave a completion to the others by returning None"
 
 STRING_HINT = " (it is a string: return numbers, as in float(score))"
+
+LIST_HINT = " (it is a list: return one number for each completion, as in scores.squeeze(-1))"
 
 
 def _is_missing(value: object) -> bool:

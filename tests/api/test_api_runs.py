@@ -292,6 +292,11 @@ def test_mistakes_are_told_before_anything_is_written(model: str, tmp_path: Path
     assert not folder.exists()
     with pytest.raises(DataError, match="prompts: row 2 is a int: a row is a dictionary or a text"):
         rlhf.train(model, "grpo", prompts=iter(["red", 2]), reward=goodness, folder=folder)  # type: ignore[arg-type]
+    conversations = iter([[{"role": "user", "content": "red"}]])
+    with pytest.raises(DataError, match=r'a dictionary or a text; a conversation is \{"messages"'):
+        rlhf.train(model, "grpo", prompts=conversations, reward=goodness, folder=folder)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"prompts: b has no weight: give every source as \(rows, weight\)"):
+        rlhf.train(model, "grpo", prompts={"a": (PROMPTS, 3), "b": PROMPTS}, reward=goodness, folder=folder)
     with pytest.raises(DataError, match="preferences: row 1 is a str: a row is a dictionary"):
         rlhf.train(model, "dpo", preferences=["red"], folder=folder)
     with pytest.raises(DataError, match="row 1 cannot be written as JSON"):

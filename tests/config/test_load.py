@@ -196,6 +196,8 @@ def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
         ("policy.lr", "cannot read 'policy.lr': write section.key=value"),
         ("=3", "cannot read '=3'"),
         ("policy.lr=[", "not valid YAML"),
+        ("schedule={steps:20}", "schedule: 'steps:20' is one word in YAML: write a space after the colon"),
+        ("data.prompts={path: p.jsonl, columns: {prompt:q}}", "data.prompts: 'prompt:q' is one word"),
         ("critic.init=reward", None),
     ],
 )

@@ -11,8 +11,8 @@ from made_tokenizers import byte_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PromptsConfig
-from rlhf.data.datasets import place_of
 from rlhf.data.prompts import PromptSet, PromptStream, prompt_pipeline
+from rlhf.data.rows import place_of
 from rlhf.errors import DataError
 from rlhf.types import Prompts
 
@@ -170,6 +170,30 @@ def test_real_stories(shared: Path, stories: PreTrainedTokenizerBase) -> None:
     assert all(str(r["text"]).startswith(text) for r, text in zip(prompts.references, prompts.texts, strict=True))
     gsm = load(str(shared / "data/gsm8k"), stories, split="test", max_prompt_tokens=512, limit=50)
     assert all("####" in str(r["answer"]) for r in gsm.references)
+
+
+def test_each_malformed_row_is_counted_in_one_part(write: Write, plain: PreTrainedTokenizerBase) -> None:
+    path = write([{"prompt": f"number {i}"} for i in range(40)])
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines("{broken\n" if i % 2 else '{"prompt": 5}\n' for i in range(20))
+    whole = load(path, plain).skips
+    parts = [load(path, plain, part=part).skips for part in ([0, 0.3], [0.3, 1])]
+    assert whole.skipped == 20
+    assert sum(part.used for part in parts) == 40
+    assert all(part.skipped for part in parts)
+    for reason, count in whole.counts.items():
+        assert sum(part.counts[reason] for part in parts) == count
+    with pytest.raises(DataError, match="not JSON"):
+        load(path, plain, part=[0, 0.3], bad_rows="error")
+
+
+def test_a_file_of_malformed_rows_is_told_with_the_reasons_of_all_of_them(
+    write: Write, plain: PreTrainedTokenizerBase
+) -> None:
+    path = write([{"prompt": 5}] * 3)
+    for part in ([0.0, 0.001], [0.001, 1.0]):
+        with pytest.raises(DataError, match=r"no usable rows; 3 skipped: 3 "):
+            load(path, plain, part=part)
 
 
 def test_parts_have_no_prompt_in_common_and_miss_none(write: Write, plain: PreTrainedTokenizerBase) -> None:

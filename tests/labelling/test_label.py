@@ -160,7 +160,7 @@ def test_completions_are_grouped_by_prompt(tmp_path: Path, rows: Sequence[dict[s
 
 def test_a_file_without_anything_to_compare_is_refused(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "p", "completions": ["a", "a"]}])
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="no prompt has two different completions"):
         read_groups(DatasetConfig(path=str(rows)))
 
 

@@ -142,7 +142,10 @@ def test_two_scores_in_a_tuple_are_not_scores_and_parts(tmp_path: Path) -> None:
         ("[10**400, 2, 3]", r"1 scores of 3 .* for the completion ' t3 t14'"),
         ("['0.5', 2, 3]", r"1 scores of 3 .*'0.5', for the completion ' t3 t14' \(it is a string: return numbers"),
         ("[1, None, 3]", r"1 scores of 3 .*'None', for the completion ' t15 t9 t4'"),
-        ("[[1], [2], [3]]", r"3 scores of 3 that are not finite numbers"),
+        (
+            "[[1], [2], [3]]",
+            r"3 scores of 3 that are not finite .*\(it is a list: return one number for each completion",
+        ),
         ("None", r"returned NoneType for scores; give a list"),
         ("0.5", r"returned float for scores"),
         ("'abc'", r"returned str for scores"),
