@@ -98,9 +98,9 @@ def record(figures: Mapping[str, SuiteFigure]) -> dict[str, Any]:
 def difference(scores: dict[str, dict[int, SuiteScores]], a: str, b: str) -> dict[str, object]:
     """Return the difference in J of two arms on their common seeds, paired by sentence."""
     seeds = sorted(scores[a].keys() & scores[b].keys())
-    found = paired_difference([scores[a][seed] for seed in seeds], [scores[b][seed] for seed in seeds], "j")
-    assert found is not None, (a, b)
-    return {"a": a, "b": b, "seeds": seeds, **vars(found)}
+    less = paired_difference([scores[a][seed] for seed in seeds], [scores[b][seed] for seed in seeds], "j")
+    assert less is not None, (a, b)
+    return {"a": a, "b": b, "seeds": seeds, **vars(less)}
 
 
 def curves_of(scores: dict[str, dict[int, SuiteScores]]) -> dict[str, str]:

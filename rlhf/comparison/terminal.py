@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -84,11 +83,13 @@ def _print_tuning(results: ComparisonResults, console: Console) -> None:
 
 def _print_suite(suite: SuiteTable, console: Console) -> None:
     """Print the arm, the first two figures and the gain of each row; the page shows the rest."""
-    table = Table(suite.title, *_shown_columns(suite.columns), box=None, pad_edge=False)
+    table = Table(suite.title, *_shown_cells(suite.columns), box=None, pad_edge=False)
     for row in suite.rows:
-        table.add_row(str(row[0]), *map(str, _shown_columns(row)))
+        table.add_row(str(row[0]), *_shown_cells(row))
     console.print(table)
 
 
-def _shown_columns(row: Sequence[object]) -> list[Any]:
-    return [*row[1:3], row[-1]]
+def _shown_cells(row: Sequence[object]) -> list[str]:
+    """Return the first figure with its interval, the second without it, if there is one, and the gain."""
+    _, first, *others, gain = map(str, row)
+    return [first, *(figure.partition(" [")[0] for figure in others[:1]), gain]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from cases import compare_tree, compared, plan_of
+from rich.console import Console
 from runs import write_rows
 
 from rlhf.cli import main
@@ -17,6 +19,7 @@ from rlhf.comparison.aggregate import read_cells, summarize
 from rlhf.comparison.plan import read_plan
 from rlhf.comparison.results import ComparisonResults, SuiteFigure
 from rlhf.comparison.summary import difference_tables, format_gain, suite_tables
+from rlhf.comparison.terminal import ComparisonTerminal
 from rlhf.comparison.trial import FOLDER, SuiteScores, read_suites, summarize_suites
 from rlhf.config.load import compare_config, read_yaml
 from rlhf.errors import ConfigError, DataError
@@ -274,3 +277,6 @@ def test_a_task_of_lm_eval_judges_the_arms(tmp_path: Path, monkeypatch: pytest.M
     assert results.start_model.suites["lm-eval:truthfulqa_mc2"]["acc"].value == 0.25
     assert results.arms["grpo"].suites["lm-eval:truthfulqa_mc2"]["acc"].value == 0.5
     assert suite_tables(results)[0].rows[1][0] == "grpo"
+    console = Console(file=io.StringIO(), width=100)
+    ComparisonTerminal(console).results(results, tmp_path / "report.html")
+    assert console.file.getvalue().count("gain over start") == 2  # type: ignore[attr-defined]  # of the judge, and of acc
