@@ -109,16 +109,18 @@ def label(config: LabelConfig, *, note: Callable[[str], None] = lambda _: None, 
         resume: go on from the labels of an earlier call; False asks again.
 
     Raises:
-        DataError: a file cannot be read, or the labels beside `out` come from another judge.
+        DataError: a file cannot be read, `out` would overwrite a file that no earlier call wrote, or the labels beside
+            `out` come from another judge.
         RewardError: the judge fails.
     """
+    _check_out(config)
     groups, counts = read_groups(config.completions)
     note(counts.summary())
     people: list[LabelGroup] = []
     if config.compare_with is not None:
         people, counts = read_human_pairs(config.compare_with)
         note(counts.summary())
-    labels = Labels(Path(f"{config.out}.labels.jsonl"), config, resume=resume)
+    labels = Labels(labels_of(config.out), config, resume=resume)
     waiting = labels.missing([*groups, *people])
     if len(waiting) < len({labels.key(group) for group in (*groups, *people)}):
         note(f"going on from {labels.path}: {len(waiting):,} prompts are left")
@@ -132,6 +134,24 @@ def label(config: LabelConfig, *, note: Callable[[str], None] = lambda _: None, 
     rows = [row for pair in zip(groups, verdicts, strict=True) for row in rows_of(*pair, config)]
     _write(Path(config.out), rows)
     return _result(config, groups, verdicts, len(rows), people, labels)
+
+
+def labels_of(out: str) -> Path:
+    """Return the path of the labels beside the file `out`."""
+    return Path(f"{out}.labels.jsonl")
+
+
+def _check_out(config: LabelConfig) -> None:
+    """Check that writing `out` loses no file of the user's.
+
+    Raises:
+        DataError: it is one of the inputs, or there is a file of that name without labels of an earlier call.
+    """
+    out, inputs = Path(config.out), [config.completions, *filter(None, [config.compare_with])]
+    if any(out.resolve() == Path(section.path).resolve() for section in inputs):
+        raise DataError(f"out is {out}, which is read: name another file to write, such as --out judged.jsonl")
+    if out.exists() and not labels_of(config.out).exists():
+        raise DataError(f"{out} is there already, and no earlier rlhf label wrote it: name another out")
 
 
 class Labels:

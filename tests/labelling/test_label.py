@@ -183,6 +183,26 @@ def test_a_function_labels_pairs_that_our_reader_reads(folder: Path) -> None:
     assert [pair.margin for pair in pairs.texts] == [1.0, 2.0, 1.0]
 
 
+def test_no_file_of_the_user_s_is_overwritten(folder: Path) -> None:
+    completions, people = folder / "completions.jsonl", folder / "pairs.jsonl"
+    write_rows(people, [{"prompt": "p", "chosen": "good", "rejected": "bad"}])
+    before = [path.read_bytes() for path in (completions, people)]
+    for out, compared, message in (
+        (people, None, "is there already, and no earlier rlhf label wrote it"),
+        (completions, None, "which is read: name another file"),
+        (people, str(people), "which is read: name another file"),
+    ):
+        config = label_settings(str(completions), judge=LONGER, out=str(out), compare_with=compared)
+        for resume in (True, False):
+            with pytest.raises(DataError, match=message):
+                label(config, resume=resume)
+    assert [path.read_bytes() for path in (completions, people)] == before
+    out = folder / "judged.jsonl"
+    for resume in (True, True, False):
+        label(label_settings(str(completions), judge=LONGER, out=str(out)), resume=resume)
+    assert written(out)
+
+
 def test_the_best_and_the_worst_alone_and_a_gap(folder: Path) -> None:
     settings = {"judge": LONGER, "out": str(folder / "pairs.jsonl")}
     label(label_settings(str(folder / "completions.jsonl"), ["write=best_and_worst"], **settings))
