@@ -22,7 +22,7 @@ from rlhf.config.compare import (
 from rlhf.config.data import HELD_OUT
 from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
 from rlhf.config.load import drop_unread, dump, read_yaml, train_config, validate
-from rlhf.config.presets import drop_keys
+from rlhf.config.presets import drop_keys, keep_last_alternative
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import RunConfiguration, TrainConfig
 from rlhf.errors import ConfigError, command_or_call
@@ -153,7 +153,8 @@ def plan_cells(config: CompareConfig, *, beside: Path, lab_files: bool = True, t
         ConfigError: an arm is not a valid run, breaks a rule of `rlhf lint` whose level is error, or sets a key that
             the comparison fixes; the message names the arm.
     """
-    base = merge(read_yaml(locate_base(config, beside)), config.shared.tree())
+    shared = config.shared.tree()
+    base = merge(keep_last_alternative(read_yaml(locate_base(config, beside)), shared), shared)
     _refuse(config.shared, LENGTH, "shared")
     base = _held_out(base)
     base = merge(base, _common(config, base))

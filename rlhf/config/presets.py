@@ -28,6 +28,7 @@ def has_critic(advantage: object) -> bool:
 ALTERNATIVES = (
     ("schedule.steps", "schedule.epochs"),
     ("budget.completions", "budget.tokens", "budget.flops", "budget.seconds"),
+    *((f"data.{name}.path", f"data.{name}.sources") for name in ("prompts", "sft", "preferences")),
 )
 
 

@@ -193,6 +193,15 @@ def test_a_base_is_found_beside_the_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert plan_cells(compare_config(tree), beside=tmp_path).cells
 
 
+def test_shared_sources_take_the_place_of_the_path_of_the_base(tmp_path: Path) -> None:
+    path = str(tmp_path / "prompts.jsonl")
+    sources = {name: {"path": path} for name in ("a", "b")}
+    tree = compare_tree(tmp_path, shared={"data": {"prompts": {"sources": sources}}})
+    prompts = plan_of(tree).of("ppo")[0].config.train.data.prompts
+    assert prompts is not None
+    assert (prompts.path, list(prompts.sources)) == ("", ["a", "b"])
+
+
 def test_an_arm_set_to_null_is_left_out(tmp_path: Path) -> None:
     tree = compare_tree(tmp_path, arms={"dpo": None})
     assert list(compare_config(tree).arms) == ["ppo", "grpo", "best_of_n"]

@@ -640,6 +640,20 @@ def test_two_lengths_or_none_in_one_place_are_an_error(tmp_path: Path, overrides
         load_train(write(tmp_path, base() | {"schedule": both}), overrides)
 
 
+def test_of_a_path_and_sources_the_last_one_counts(tmp_path: Path) -> None:
+    mixture = "data.prompts.sources={a: {path: a.jsonl}, b: {path: b.jsonl}}"
+    config = load_train(write(tmp_path, merge(base(), {"data": {"prompts": {"path": "p.jsonl"}}})), [mixture])
+    assert isinstance(config, OnlineConfig)
+    assert (config.data.prompts.path, list(config.data.prompts.sources)) == ("", ["a", "b"])
+    mixed = write(tmp_path, {**base(), "data": {"prompts": {"sources": {"a": {"path": "a.jsonl"}}}}})
+    config = load_train(mixed, ["data.prompts.path=p.jsonl"])
+    assert isinstance(config, OnlineConfig)
+    assert (config.data.prompts.path, config.data.prompts.sources) == ("p.jsonl", {})
+    both = {"path": "p.jsonl", "sources": {"a": {"path": "a.jsonl"}}}
+    with pytest.raises(ConfigError, match="has both path and sources"):
+        load_train(write(tmp_path, {**base(), "data": {"prompts": both}}))
+
+
 def test_of_two_budgets_the_last_one_counts(tmp_path: Path) -> None:
     tree = {"base": "b.yaml", "arms": {"a": {}}, "budget": {"completions": 10}}
     path = write(tmp_path, tree)
