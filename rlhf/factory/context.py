@@ -399,6 +399,7 @@ def run_facts(
         repeats_prompts=repeats_prompts,
         leaves_out_template=leaves_out_template,
         evaluates_once=_evaluates_once(config),
+        has_other_signal=online is not None and (online.teacher is not None or online.reward.process is not None),
         on_data=online is None,
     )
 

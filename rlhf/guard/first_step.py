@@ -15,10 +15,10 @@ def flat_reward_note(metrics: Mapping[str, float], facts: RunFacts) -> str | Non
 
     Args:
         metrics: the metrics of the step: score/std, group/uniform (algorithms with groups), completion/finished.
-        facts: whether a chat template was left out.
+        facts: whether a chat template was left out, and whether the scores are the only signal.
     """
     spread, uniform = metrics.get("score/std"), metrics.get("group/uniform", 0.0)
-    if spread is None or (spread > FLAT and uniform < MOSTLY):
+    if facts.has_other_signal or spread is None or (spread > FLAT and uniform < MOSTLY):
         return None
     if spread <= FLAT:
         seen = f"every completion of the first step scored {metrics.get('score/mean', 0.0):.3g}"

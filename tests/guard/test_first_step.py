@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from runs import ppo_tree
+
+from rlhf.config.files import merge
+from rlhf.config.load import train_config
+from rlhf.factory.context import run_facts
 from rlhf.guard.alarms.history import RunFacts
 from rlhf.guard.first_step import flat_reward_note
 
@@ -13,6 +19,16 @@ FINE = {"score/std": 0.4, "score/mean": 1.0, "group/uniform": 0.2, "completion/f
 def test_scores_that_differ_are_no_note() -> None:
     assert flat_reward_note(FINE, RunFacts()) is None
     assert flat_reward_note({}, RunFacts()) is None  # SFT has no scores
+
+
+def test_equal_scores_beside_a_teacher_or_rewards_of_steps_are_no_note(tmp_path: Path) -> None:
+    tree = ppo_tree(tmp_path)
+    process = {"type": "function", "target": "steps.py:score"}
+    flat = {**FINE, "score/std": 0.0}
+    assert flat_reward_note(flat, run_facts(train_config(tree))) is not None
+    assert flat_reward_note(flat, run_facts(train_config(merge(tree, {"reward": {"process": process}})))) is None
+    taught = merge(tree, {"algorithm": {"preset": "distill"}, "teacher": {"model": tree["policy"]["model"]}})
+    assert flat_reward_note(flat, run_facts(train_config(taught))) is None
 
 
 @pytest.mark.parametrize(

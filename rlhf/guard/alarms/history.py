@@ -41,6 +41,7 @@ class RunFacts:
     repeats_prompts: bool = False  # the data has fewer prompts than a step takes
     leaves_out_template: bool = False  # the model has a chat template that data.chat_template=none does not use
     evaluates_once: bool = False  # after training; the evaluation before it is the start
+    has_other_signal: bool = False  # a teacher or rewards of steps, besides the scores
     on_data: bool = False  # nothing is sampled to train on: SFT, losses over pairs, reward models
 
 
