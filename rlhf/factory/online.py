@@ -36,7 +36,7 @@ from rlhf.models.saving import save_models
 from rlhf.objective import Objective
 from rlhf.rewards.cost import Combine, CostedReward
 from rlhf.rewards.shaping import ShapedReward
-from rlhf.rewards.source import RewardSource
+from rlhf.rewards.source import RewardSource, Source
 from rlhf.runtime.device import choose_precision
 from rlhf.runtime.engine import Engine, LocalModel, TrainableModel
 from rlhf.runtime.offload import Offload
@@ -45,6 +45,7 @@ from rlhf.sampling.episodes import EpisodeSampler
 from rlhf.sampling.generate import HFSampler, repeat_rows
 from rlhf.sampling.pool import ServerPool
 from rlhf.sampling.sampler import OffloadingSampler, Sampler
+from rlhf.section import walk
 from rlhf.tracking.fingerprint import content_digest
 from rlhf.tracking.metrics import progress_metrics
 from rlhf.tracking.view import View
@@ -171,6 +172,7 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
     built = _build_models(config, context, tokenizer)
     models, saved = built.models, built.saved
     prompts = _load_prompts(config, context, tokenizer, models)
+    _check_rows(config.reward.source, prompts)
     queue = _build_queue(config, context, prompts, saved)
     ptx = _load_ptx(config, context, tokenizer, models)
     evaluator = build_evaluator(config, context, tokenizer, models, built.sampler, built.source, cost=built.cost)
@@ -382,6 +384,14 @@ def _load_prompts(
             "each step repeats prompts"
         )
     return prompts
+
+
+def _check_rows(source: Source, prompts: PromptBatches) -> None:
+    """Check the rows that are in memory against the source, and the sources in it."""
+    if isinstance(prompts, PromptStream) and isinstance(prompts.rows, PromptSet):
+        for _, section in walk(source):
+            if isinstance(section, Source):
+                section.check_rows(prompts.rows.references)
 
 
 def _build_queue(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
@@ -103,6 +103,13 @@ class Source(Choice):
 
         Raises:
             UserError: the source could not be built; the message says why.
+        """
+
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Check, before the first step, the columns of the prompts' rows that choose how they are scored.
+
+        Raises:
+            UserError: a row cannot be scored.
         """
 
     def model_paths(self) -> Mapping[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -105,6 +105,33 @@ class VerifierSource(Source):
         if grader is self.grader and name not in (None, self.grader.type):
             grader = settingless(name) or grader
         return grader.reference(row)
+
+    def grader_of(self, row: Mapping[str, Any]) -> tuple[str, Grader]:
+        """Return the key of the row's grader, and the grader. A row may name one of `graders`, or one of ours.
+
+        A data set must not run code of its own: the file of a function has to be in `graders`.
+
+        Raises:
+            RewardError: the row names another.
+        """
+        name = row.get(self.column)
+        if isinstance(name, str) and name in self.graders:
+            return name, self.graders[name]
+        if name is None or name == self.grader.type:
+            return DEFAULT, self.grader
+        grader = settingless(name)
+        if grader is None:
+            near = did_you_mean(str(name), [*self.graders, *Grader.choices()])
+            raise RewardError(
+                f"a row's column {self.column!r} names the verifier {name!r}, which is not among "
+                f"reward.source.graders{near}: add it there with its settings"
+            )
+        return str(name), grader
+
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Check that the graders that the rows name are there, and what each needs."""
+        for grader in dict(map(self.grader_of, rows)).values():
+            grader.check()
 
     def for_check(self) -> VerifierSource:
         """Return the source with failures counted, and none that stops."""
@@ -221,26 +248,12 @@ class VerifierReward:
         return None if math.isnan(value) else value
 
     def _key(self, row: Mapping[str, Any]) -> str:
-        """Return the key of the row's grader. A row may name one in the configuration, or one of ours.
-
-        A data set must not run code of its own: the file of a function has to be in `graders`.
-        """
-        name = row.get(self.source.column)
-        if name is None:
-            return DEFAULT
-        if name == self.source.grader.type and name not in self.source.graders:
-            return DEFAULT
-        if name not in self.graders:
-            grader = settingless(name)
-            if grader is None:
-                choices = [*self.source.graders, *Grader.choices()]
-                raise RewardError(
-                    f"a row's column {self.source.column!r} names the verifier {name!r}, which is not among "
-                    f"reward.source.graders{did_you_mean(str(name), choices)}: add it there with its settings"
-                )
-            self.graders[str(name)] = grader
+        """Return the key of the row's grader."""
+        key, grader = self.source.grader_of(row)
+        if key not in self.graders:
             grader.check()
-        return str(name)
+            self.graders[key] = grader
+        return key
 
     def _named(self, keys: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
         """Return the named rewards of the completions, by name; NaN if one does not apply.

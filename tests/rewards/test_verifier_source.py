@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from runs import ppo_tree, quiet, write_rows
 from tiny_models import EOS, completions_of, tokenizer
 
-from rlhf.config.load import validate
+from rlhf.config.load import train_config, validate
 from rlhf.errors import ConfigError, RewardError
+from rlhf.factory.run import build_run
 from rlhf.rewards.ensemble import normalize_then_sum
 from rlhf.rewards.verifier import VerifierReward, VerifierSource
 from rlhf.training.rollout import part_metrics
@@ -113,6 +115,16 @@ def test_rows_pick_their_grader_and_names_that_do_not_apply_are_left_out() -> No
 def test_a_row_cannot_name_code_that_the_configuration_does_not(name: object) -> None:
     with pytest.raises(RewardError, match=r"which is not among reward\.source\.graders"):
         built(name="regex", pattern="t")(batch([{"verifier": name}]))
+
+
+def test_a_run_does_not_start_if_a_row_names_a_verifier_that_is_not_there(tmp_path: Path) -> None:
+    rows = [{"prompt": f"t{i}", "pattern": "t", **({"verifier": "regx"} if i == 17 else {})} for i in range(20)]
+    verifier = {"type": "verifier", "name": "regex"}
+    for section in (verifier, {"type": "ensemble", "sources": [verifier]}):
+        tree = ppo_tree(tmp_path, data={"prompts": {"path": str(write_rows(tmp_path / "rows.jsonl", rows))}})
+        tree["reward"] = {"source": section}
+        with pytest.raises(RewardError, match=r"names the verifier 'regx'.*did you mean regex"):
+            build_run(train_config(tree), quiet())
 
 
 def test_what_does_not_apply_abstains_in_an_ensemble_and_is_an_error_alone() -> None:
