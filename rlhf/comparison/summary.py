@@ -264,7 +264,7 @@ def difference_tables(results: ComparisonResults) -> list[Table]:
 
 
 def _negative(interval: Interval) -> Interval:
-    return Interval(-interval.value, -interval.high, -interval.low)
+    return Interval(0.0 - interval.value, 0.0 - interval.high, 0.0 - interval.low)  # of 0 no -0
 
 
 def _with_n(results: ComparisonResults, arm: str) -> str:
