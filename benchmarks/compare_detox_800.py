@@ -81,7 +81,8 @@ def read_scores(folder: Path) -> dict[str, dict[int, SuiteScores]]:
         if cell.parent.name != "start":
             scores.setdefault(cell.parent.name, {})[int(cell.name.removeprefix("seed-"))] = read(cell)
     scores["dpo_low"] = {0: read(folder / "compare_dpo" / "dpo" / "seed-0")}
-    scores["sft_same"] = {seed: read(path) for seed, path in enumerate(sorted(folder.glob("sft_same*")))}
+    measured = sorted(folder.glob(f"sft_same*/evals/{SUITE}.json"))
+    scores["sft_same"] = {seed: read(path.parents[1]) for seed, path in enumerate(measured)}
     return scores
 
 
