@@ -494,6 +494,13 @@ def test_what_smollm2_learned_of_a_game() -> None:
         assert wrong(shown, values) == [], row
         seen.add((label.lower(), seed))
     assert seen == {(name, seed) for name, seeds in runs.items() for seed in seeds}
+    more = read("agents_smollm2.json")["more_sft"]
+    (told,) = re.findall(
+        r"more such games .*? wins (.*?) of 100 held-out games, and (.*?) before", page("docs/agents.md")
+    )
+    shares = [share_estimate("won", [1.0] * more[key] + [0.0] * (100 - more[key]), "") for key in ("won", "start_won")]
+    ends = [100 * end for share in shares for end in (share.value, share.low, share.high)]
+    assert wrong(numbers(" ".join(told)), ends) == []
     won_by = [100 * runs["ppo"][seed][key] / 64 for key in ("won", "start_won") for seed in "012"]
     told = re.search(
         r"wins (\d+), (\d+) and (\d+) % of its games, from (\d+), (\d+) and (\d+)", page("docs/results.md")
