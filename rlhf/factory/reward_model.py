@@ -114,6 +114,11 @@ def _train_stream(
     data, size = config.data.preferences, config.batch.prompts_per_step
     if data.is_plain:
         pairs = _load_pairs(config, data, context, tokenizer, limit)
+        if config.loss.use_margin and not any(text.margin for text in pairs.texts):
+            raise ConfigError(
+                "loss.use_margin=true, but no pair of data.preferences has a margin: give a column margin, or "
+                "score_chosen and score_rejected, or leave loss.use_margin out"
+            )
         order = config.ensemble.number("order")
         names = ("pairs",) if order is None else ("pairs", "member", order)
         return BatchStream(pairs, size, derive_seed(context.seed, *names))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import largest_difference, make_model, pairs_file, ppo_tree, quiet, trained, weights
+from runs import largest_difference, make_model, pairs_file, ppo_tree, quiet, trained, weights, write_rows
 from transformers import AutoModelForSequenceClassification
 
 from rlhf.api.training import run_reward_model
@@ -100,6 +100,15 @@ def test_separate_backbones_from_pairs_to_ppo(tmp_path: Path) -> None:
     members = [line["part/member.0/mean"], line["part/member.1/mean"]]
     assert line["score/disagreement"] > 0
     assert line["score/raw"] <= min(members) + 1e-6
+
+
+def test_margins_that_no_pair_has_are_not_ignored(tmp_path: Path) -> None:
+    wanted = {"loss": {"use_margin": True}, "ensemble": 1}
+    with pytest.raises(ConfigError, match=r"no pair of data\.preferences has a margin"):
+        build_reward_model(config(tree(tmp_path, **wanted)), quiet())
+    rows = [{"prompt": f"t{i}", "chosen": " t1", "rejected": " t2", "margin": i % 2} for i in range(20)]
+    data = {"preferences": {"path": str(write_rows(tmp_path / "margins.jsonl", rows))}}
+    build_reward_model(config(tree(tmp_path, data=data, **wanted)), quiet())
 
 
 def test_how_needs_an_ensemble(tmp_path: Path) -> None:
