@@ -35,7 +35,7 @@ from rlhf.comparison.plan import Cell, read_cell
 from rlhf.comparison.results import CurvePoint, SuiteFigure, Suites
 from rlhf.config.compare import START_FOLDER, BestOfNArm, BudgetConfig, CellConfig
 from rlhf.config.load import dump, validate
-from rlhf.errors import ConfigError, UserError
+from rlhf.errors import ConfigError, DataError, UserError
 from rlhf.evaluation.evaluate import count_unjudged, diversity, filled
 from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound, picks
 from rlhf.evaluation.win_rate import Interval, bootstrap_crossed
@@ -338,7 +338,11 @@ def run_suites(cell: CellConfig, folder: Path, path: str | None) -> None:
             write_atomically(file, reused)
             continue
         subject = load_model_for_suite(settings, target)
-        write_result(file, name, target, evaluate_suite(settings, subject, find_suite(name)[1]), settings, subject)
+        try:
+            result = evaluate_suite(settings, subject, find_suite(name)[1])
+        except DataError as error:
+            raise DataError(f"suites.{name}: {error} (suites.{name}=null leaves it out)") from error
+        write_result(file, name, target, result, settings, subject)
 
 
 def unmeasured_suites(cell: CellConfig, folder: Path) -> dict[str, Suite]:
@@ -418,7 +422,13 @@ def _bounds(results: Sequence[SuiteScores], name: str) -> tuple[float | None, fl
         figure = results[0].figures[name]
         return figure.low, figure.high
     interval = _bootstrap([result.rows.get(name) for result in results])
-    return (None, None) if interval is None else (interval.low, interval.high)
+    if interval is None:
+        return None, None
+    figures = [result.figures[name] for result in results]
+    if interval.low == interval.high and all(figure.low is not None for figure in figures):
+        # All rows are alike, so all resamples are; the seeds' own intervals, Wilson's, are wider.
+        return min(figure.low or 0.0 for figure in figures), max(figure.high or 0.0 for figure in figures)
+    return interval.low, interval.high
 
 
 def _bootstrap(rows: Sequence[Sequence[float] | None]) -> Interval | None:

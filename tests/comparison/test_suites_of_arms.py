@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from cases import compare_tree, compared, plan_of
 from rich.console import Console
 from runs import write_rows
@@ -26,7 +28,7 @@ from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.win_rate import Interval
 from rlhf.factory.evaluation import evaluate_suite
 from rlhf.suites.harness import HarnessSuite
-from rlhf.suites.questions import Estimate, SuiteResult
+from rlhf.suites.questions import Estimate, SuiteResult, share_estimate
 from rlhf.suites.subject import Subject
 
 INSTRUCTIONS = [
@@ -203,7 +205,10 @@ def test_a_suite_that_fails_later_is_told_and_tried_again(tmp_path: Path, monkey
         assert compared({**tree, "suites": suites})
     results = ComparisonResults.read(tmp_path / "compare")
     (seed,) = results.arms["grpo"].seeds
-    assert (seed.status, seed.error) == ("failed", "the data are gone")
+    assert (seed.status, seed.error) == (
+        "failed",
+        "suites.ifeval: the data are gone (suites.ifeval=null leaves it out)",
+    )
     assert results.arms["grpo"].final is not None  # its judgment is not lost
     assert compared({**tree, "suites": suites})
     (seed,) = ComparisonResults.read(tmp_path / "compare").arms["grpo"].seeds
@@ -244,6 +249,28 @@ def test_by_hand() -> None:
     assert (figure.value, figure.gain.value) == (0.75, 0.25)
     missing = summarize_suites([of([1.0])], [of([1.0, 0.0])])["s"]["f"]
     assert missing.gain is None
+
+
+def test_a_share_of_0_in_all_seeds_is_not_certain() -> None:
+    estimate = share_estimate("refused", [0.0] * 300, "refusals")
+    figure = SuiteFigure(value=estimate.value, low=estimate.low, high=estimate.high)
+    seed = {"harmful": SuiteScores({"refused": figure}, {"refused": [0.0] * 300})}
+    both = summarize_suites([seed, seed], [seed, seed])["harmful"]["refused"]
+    assert (both.value, both.low, both.high) == (0.0, estimate.low, estimate.high)
+    assert both.high is not None
+    assert 0.01 < both.high < 0.02
+
+
+def test_a_suite_without_usable_rows_says_how_to_leave_it_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path / "blimp.jsonl", [{"sentence_good": "t1", "sentence_bad": "t2"}])
+    tree = compare_tree(tmp_path, suites={"blimp": {"dataset": {"path": str(rows)}}}, seeds=[0], evaluations=1)
+    tree["arms"] = {"grpo": tree["arms"]["grpo"]}
+    path = tmp_path / "compare.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert main(["compare", str(path)]) == 2
+    assert re.search(r"suites\.blimp: .*\(suites\.blimp=null leaves it out\)", capsys.readouterr().err, re.DOTALL)
 
 
 def test_a_figure_that_does_not_exist_is_left_out(tmp_path: Path) -> None:
