@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from rlhf.data.formats import PROMPTS
 from rlhf.data.prompts import CONVERSATION, MESSAGES
 from rlhf.data.rows import DataRow, RowCounts
 from rlhf.data.tokenizer import as_completions, byte_tokenizer, load_tokenizer
-from rlhf.errors import ConfigError, DataError
+from rlhf.errors import ConfigError
 from rlhf.evaluation.reward_check import CheckRow, Graded, RewardCheck, check_reward
 from rlhf.factory.rewards import build_source
 from rlhf.plugins import load_plugins
@@ -147,18 +148,18 @@ def check_source(
         )
     source = settings.source.for_check()
     source.check()
-    rows = _rows(dataset, settings.limit, columns or {})
-    known = [CheckRow(row.prompt, row.values, _right_answer(source, row.values, answer)) for row in rows]
+    rows, skips = _rows(dataset, settings.limit, columns or {}, lambda values: _right_answer(source, values, answer))
     models = list(source.model_paths().values())
     tokens: Any = load_tokenizer(tokenizer or models[0]) if models else byte_tokenizer()
     built = build_source(source, tokens, make_engine(RunConfig()), leaves_out=True)
-    return check_reward(
+    result = check_reward(
         source.describe(),
-        known,
+        rows,
         _scorer(built, tokens),
         best=source.best_score if best is None else best,
         is_learned=source.is_learned,
     )
+    return replace(result, notes=(*result.notes, skips.summary())) if skips.skipped else result
 
 
 def _config_file(target: str) -> Path:
@@ -166,22 +167,32 @@ def _config_file(target: str) -> Path:
     return path / "config.yaml" if path.is_dir() else path
 
 
-def _rows(dataset: str | Path | Iterable[Mapping[str, Any]], limit: int, columns: Mapping[str, str]) -> list[CheckRow]:
-    """Read the prompts as a run does, with the columns of their rows."""
+def _rows(
+    dataset: str | Path | Iterable[Mapping[str, Any]],
+    limit: int,
+    columns: Mapping[str, str],
+    answer_of: Callable[[Mapping[str, Any]], str | None],
+) -> tuple[list[CheckRow], RowCounts]:
+    """Read the prompts as a run does, with the columns of their rows and their right answers; count the other rows."""
     if isinstance(dataset, str | Path):
-        skips = RowCounts(str(dataset), fatal=False)
+        skips = RowCounts(str(dataset))
         rows = load_rows(DatasetConfig(path=str(dataset), columns=dict(columns)), skips)
     else:
-        skips = RowCounts("the rows", fatal=True)
+        skips = RowCounts("the rows")
         rows = [DataRow(dict(values), "the rows", number) for number, values in enumerate(dataset, start=1)]
     made = []
     for row, parsed in PROMPTS.read(rows, skips, turns=True):
-        made.append(CheckRow(*_as_reference(row.values, parsed.prompt), None))
+        prompt, values = _as_reference(row.values, parsed.prompt)
+        try:
+            made.append(CheckRow(prompt, values, answer_of(values)))
+        except Exception as error:  # a verifier reads any columns
+            detail = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            skips.add(row, "no right answer can be made", detail)
         if len(made) == limit:
             break
     skips.used = len(made)
     skips.require_rows()
-    return made
+    return made, skips
 
 
 def _as_reference(values: Mapping[str, Any], prompt: Prompt) -> tuple[str, Mapping[str, Any]]:
@@ -197,12 +208,12 @@ def _right_answer(source: Source, values: Mapping[str, Any], answer: str | None)
     """Return the right answer to a row: the named column, the source's answer for the row, or a usual column.
 
     Raises:
-        DataError: the named column is no text.
+        ValueError: the named column is no text.
     """
     if answer is not None:
         value = values.get(answer)
         if value is not None and not isinstance(value, str | int | float):
-            raise DataError(f"the column {answer!r} has a {type(value).__name__}: an answer is a text")
+            raise ValueError(f"the column {answer!r} has a {type(value).__name__}: an answer is a text")
         return None if value is None else str(value)
     made = source.reference(values)
     if made is not None:

@@ -141,3 +141,40 @@ def test_from_python() -> None:
         rlhf.reward_check({"type": "verifier", "name": "math:y"}, ROWS)
     with pytest.raises(ConfigError, match="the environment rewards episodes"):
         rlhf.reward_check({"type": "environment"}, ROWS)
+
+
+def checked_by_command(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run the command; return its exit code and all that it prints."""
+    code = main(["reward-check", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    "verifier, good, bad, reason",
+    [
+        ("choice", {"answer": "1"}, {"answer": "Paris"}, "the column 'answer' has 'Paris', which is none of"),
+        ("json", {"keys": {"a": "integer"}}, {"keys": {"a": "int"}}, "a: 'int' is no type"),
+        ("json", {"keys": {"a": "string"}}, {"keys": "{a"}, "Expecting property name"),
+        ("json", {"json_schema": {"type": "array"}}, {"json_schema": {"properties": "a"}}, "AttributeError"),
+    ],
+)
+def test_a_row_that_the_verifier_cannot_read_is_skipped_and_named(
+    verifier: str,
+    good: Mapping[str, Any],
+    bad: Mapping[str, Any],
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [{"prompt": f"p{number}", **values} for number, values in enumerate([good, bad, good])]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    schema = ["json_schema=json_schema"] if "json_schema" in good else []
+    _, text = checked_by_command([verifier, "--dataset", str(file), *schema], capsys)
+    assert f"verifier {verifier}, 2 rows" in text
+    assert f"2 rows used, 1 skipped: 1 no right answer can be made [rows.jsonl:2 ({reason}" in text
+    reward = {"type": "verifier", "name": verifier, **({"json_schema": "json_schema"} if schema else {})}
+    assert f"1 skipped: 1 no right answer can be made [the rows:2 ({reason}" in str(rlhf.reward_check(reward, rows))
+    with pytest.raises(DataError, match="no usable rows; 1 skipped: 1 no right answer can be made"):
+        rlhf.reward_check(reward, [rows[1]])
