@@ -9,21 +9,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from transformers import PreTrainedTokenizerBase
+
 from rlhf.api.inputs import Inputs, Reward
 from rlhf.config.data import Count, DatasetConfig
 from rlhf.config.files import merge, parse_overrides
 from rlhf.config.load import load_any, validate
 from rlhf.config.run import RunConfig
-from rlhf.config.sections import OnlineConfig
+from rlhf.config.sections import OnlineConfig, RewardModelConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
 from rlhf.data.formats import PROMPTS
+from rlhf.data.paths import resolve_best
 from rlhf.data.prompts import CONVERSATION, MESSAGES
 from rlhf.data.rows import DataRow, RowCounts
 from rlhf.data.tokenizer import as_completions, byte_tokenizer, load_tokenizer
 from rlhf.errors import ConfigError
-from rlhf.evaluation.reward_check import CheckRow, Graded, RewardCheck, check_reward
+from rlhf.evaluation.reward_check import CheckRow, Graded, RewardCheck, Score, check_reward
 from rlhf.factory.rewards import build_source
+from rlhf.models.folders import member_folders, model_folder
 from rlhf.plugins import load_plugins
 from rlhf.rewards.function import ARGUMENTS
 from rlhf.rewards.source import RewardSource, Source
@@ -93,10 +97,12 @@ def reward_check_from_command_line(
     Raises:
         UserError: as `reward_check`.
     """
-    if Path(target).suffix in YAML or (Path(target) / "config.yaml").is_file():
+    if Path(target).suffix in YAML or _is_policy_run(target):
         config = load_any(_config_file(target), overrides)
         if not isinstance(config, OnlineConfig):
-            raise ConfigError(f"{target} has no reward: name the configuration of online training, or a verifier")
+            raise ConfigError(
+                f"{target} has no reward: name an online run, its configuration, a verifier or a reward model"
+            )
         settings = CheckSettings(source=config.reward.source, limit=limit)
         name = config.policy.tokenizer or config.policy.model
         return check_source(settings, dataset, answer=answer, best=best, tokenizer=name)
@@ -116,7 +122,9 @@ def source_tree(name: str) -> dict[str, Any]:
     if tree["type"] == "model":  # neither a URL nor a function: perhaps a verifier of ours
         try:
             settings_of(name)
-        except ValueError:
+        except ValueError as error:
+            if "/" not in name and not Path(resolve_best(name)).expanduser().exists():
+                raise ConfigError(f"no path and {error}") from error
             return tree
         return {"type": "verifier", "name": name}
     if tree["type"] == "function":
@@ -150,16 +158,24 @@ def check_source(
     source.check()
     rows, skips = _rows(dataset, settings.limit, columns or {}, lambda values: _right_answer(source, values, answer))
     models = list(source.model_paths().values())
-    tokens: Any = load_tokenizer(tokenizer or models[0]) if models else byte_tokenizer()
-    built = build_source(source, tokens, make_engine(RunConfig()), leaves_out=True)
+    tokens: Any = _load_tokenizer(tokenizer or models[0]) if models else byte_tokenizer()
+    errors: list[str] = []
+    built = build_source(source, tokens, make_engine(RunConfig()), errors.append, leaves_out=True)
+    errors.clear()  # other warnings
     result = check_reward(
         source.describe(),
         rows,
-        _scorer(built, tokens),
+        _scorer(built, tokens, errors),
         best=source.best_score if best is None else best,
         is_learned=source.is_learned,
     )
     return replace(result, notes=(*result.notes, skips.summary())) if skips.skipped else result
+
+
+def _is_policy_run(target: str) -> bool:
+    """Return whether a folder is that of a run with a configuration, and not a reward model's, which is a reward."""
+    file = Path(target) / "config.yaml"
+    return file.is_file() and not isinstance(load_any(file), RewardModelConfig)
 
 
 def _config_file(target: str) -> Path:
@@ -195,6 +211,12 @@ def _rows(
     return made, skips
 
 
+def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run, an ensemble or a model."""
+    member = next(iter(member_folders(path)), path)
+    return load_tokenizer(model_folder(str(member)))
+
+
 def _as_reference(values: Mapping[str, Any], prompt: Prompt) -> tuple[str, Mapping[str, Any]]:
     """Return the prompt's text and what a reward may read of its row, as `rlhf.data.prompts` gives them."""
     if isinstance(prompt, str):
@@ -222,8 +244,8 @@ def _right_answer(source: Source, values: Mapping[str, Any], answer: str | None)
     return next((value for value in usual if isinstance(value, str) and value), None)
 
 
-def _scorer(source: RewardSource, tokenizer: Any) -> Callable[[Sequence[CheckRow], Sequence[str]], Graded]:
-    """Return a scorer of texts by a source, some rows at a time."""
+def _scorer(source: RewardSource, tokenizer: Any, errors: list[str]) -> Score:
+    """Return a scorer of texts by a source, some rows at a time; the first to fail takes the first of `errors`."""
 
     def score(rows: Sequence[CheckRow], texts: Sequence[str]) -> Graded:
         scores: list[float | None] = []
@@ -234,7 +256,7 @@ def _scorer(source: RewardSource, tokenizer: Any) -> Callable[[Sequence[CheckRow
             scores += [None if math.isnan(value) else value for value in graded.values.tolist()]
             failures = (graded.parts.get(f"{GRADING}{state}") for state in ("timeout", "error"))
             failed += sum(int(part.sum()) for part in failures if part is not None)
-        return Graded(scores, failed)
+        return Graded(scores, failed, errors.pop(0) if failed and errors else "")
 
     return score
 
