@@ -5,24 +5,29 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
+
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.api.inputs import Inputs, Reward
 from rlhf.config.data import Count, DatasetConfig
 from rlhf.config.files import merge, parse_overrides
 from rlhf.config.load import load_any, validate
 from rlhf.config.run import RunConfig
-from rlhf.config.sections import OnlineConfig
+from rlhf.config.sections import OnlineConfig, RewardModelConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
 from rlhf.data.formats import PROMPTS
+from rlhf.data.paths import resolve_best
 from rlhf.data.prompts import CONVERSATION, MESSAGES
 from rlhf.data.rows import DataRow, RowCounts
 from rlhf.data.tokenizer import as_completions, byte_tokenizer, load_tokenizer
-from rlhf.errors import ConfigError, DataError
-from rlhf.evaluation.reward_check import CheckRow, Graded, RewardCheck, check_reward
+from rlhf.errors import ConfigError
+from rlhf.evaluation.reward_check import CheckRow, Graded, RewardCheck, Score, check_reward
 from rlhf.factory.rewards import build_source
+from rlhf.models.folders import member_folders, model_folder
 from rlhf.plugins import load_plugins
 from rlhf.rewards.function import ARGUMENTS
 from rlhf.rewards.source import RewardSource, Source
@@ -92,10 +97,12 @@ def reward_check_from_command_line(
     Raises:
         UserError: as `reward_check`.
     """
-    if Path(target).suffix in YAML or (Path(target) / "config.yaml").is_file():
+    if Path(target).suffix in YAML or _is_policy_run(target):
         config = load_any(_config_file(target), overrides)
         if not isinstance(config, OnlineConfig):
-            raise ConfigError(f"{target} has no reward: name the configuration of online training, or a verifier")
+            raise ConfigError(
+                f"{target} has no reward: name an online run, its configuration, a verifier or a reward model"
+            )
         settings = CheckSettings(source=config.reward.source, limit=limit)
         name = config.policy.tokenizer or config.policy.model
         return check_source(settings, dataset, answer=answer, best=best, tokenizer=name)
@@ -115,7 +122,9 @@ def source_tree(name: str) -> dict[str, Any]:
     if tree["type"] == "model":  # neither a URL nor a function: perhaps a verifier of ours
         try:
             settings_of(name)
-        except ValueError:
+        except ValueError as error:
+            if "/" not in name and not Path(resolve_best(name)).expanduser().exists():
+                raise ConfigError(f"no path and {error}") from error
             return tree
         return {"type": "verifier", "name": name}
     if tree["type"] == "function":
@@ -147,18 +156,26 @@ def check_source(
         )
     source = settings.source.for_check()
     source.check()
-    rows = _rows(dataset, settings.limit, columns or {})
-    known = [CheckRow(row.prompt, row.values, _right_answer(source, row.values, answer)) for row in rows]
+    rows, skips = _rows(dataset, settings.limit, columns or {}, lambda values: _right_answer(source, values, answer))
     models = list(source.model_paths().values())
-    tokens: Any = load_tokenizer(tokenizer or models[0]) if models else byte_tokenizer()
-    built = build_source(source, tokens, make_engine(RunConfig()), leaves_out=True)
-    return check_reward(
+    tokens: Any = _load_tokenizer(tokenizer or models[0]) if models else byte_tokenizer()
+    errors: list[str] = []
+    built = build_source(source, tokens, make_engine(RunConfig()), errors.append, leaves_out=True)
+    errors.clear()  # other warnings
+    result = check_reward(
         source.describe(),
-        known,
-        _scorer(built, tokens),
+        rows,
+        _scorer(built, tokens, errors),
         best=source.best_score if best is None else best,
         is_learned=source.is_learned,
     )
+    return replace(result, notes=(*result.notes, skips.summary())) if skips.skipped else result
+
+
+def _is_policy_run(target: str) -> bool:
+    """Return whether a folder is that of a run with a configuration, and not a reward model's, which is a reward."""
+    file = Path(target) / "config.yaml"
+    return file.is_file() and not isinstance(load_any(file), RewardModelConfig)
 
 
 def _config_file(target: str) -> Path:
@@ -166,22 +183,38 @@ def _config_file(target: str) -> Path:
     return path / "config.yaml" if path.is_dir() else path
 
 
-def _rows(dataset: str | Path | Iterable[Mapping[str, Any]], limit: int, columns: Mapping[str, str]) -> list[CheckRow]:
-    """Read the prompts as a run does, with the columns of their rows."""
+def _rows(
+    dataset: str | Path | Iterable[Mapping[str, Any]],
+    limit: int,
+    columns: Mapping[str, str],
+    answer_of: Callable[[Mapping[str, Any]], str | None],
+) -> tuple[list[CheckRow], RowCounts]:
+    """Read the prompts as a run does, with the columns of their rows and their right answers; count the other rows."""
     if isinstance(dataset, str | Path):
-        skips = RowCounts(str(dataset), fatal=False)
+        skips = RowCounts(str(dataset))
         rows = load_rows(DatasetConfig(path=str(dataset), columns=dict(columns)), skips)
     else:
-        skips = RowCounts("the rows", fatal=True)
+        skips = RowCounts("the rows")
         rows = [DataRow(dict(values), "the rows", number) for number, values in enumerate(dataset, start=1)]
     made = []
     for row, parsed in PROMPTS.read(rows, skips, turns=True):
-        made.append(CheckRow(*_as_reference(row.values, parsed.prompt), None))
+        prompt, values = _as_reference(row.values, parsed.prompt)
+        try:
+            made.append(CheckRow(prompt, values, answer_of(values)))
+        except Exception as error:  # a verifier reads any columns
+            detail = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            skips.add(row, "no right answer can be made", detail)
         if len(made) == limit:
             break
     skips.used = len(made)
     skips.require_rows()
-    return made
+    return made, skips
+
+
+def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run, an ensemble or a model."""
+    member = next(iter(member_folders(path)), path)
+    return load_tokenizer(model_folder(str(member)))
 
 
 def _as_reference(values: Mapping[str, Any], prompt: Prompt) -> tuple[str, Mapping[str, Any]]:
@@ -197,12 +230,12 @@ def _right_answer(source: Source, values: Mapping[str, Any], answer: str | None)
     """Return the right answer to a row: the named column, the source's answer for the row, or a usual column.
 
     Raises:
-        DataError: the named column is no text.
+        ValueError: the named column is no text.
     """
     if answer is not None:
         value = values.get(answer)
         if value is not None and not isinstance(value, str | int | float):
-            raise DataError(f"the column {answer!r} has a {type(value).__name__}: an answer is a text")
+            raise ValueError(f"the column {answer!r} has a {type(value).__name__}: an answer is a text")
         return None if value is None else str(value)
     made = source.reference(values)
     if made is not None:
@@ -211,8 +244,8 @@ def _right_answer(source: Source, values: Mapping[str, Any], answer: str | None)
     return next((value for value in usual if isinstance(value, str) and value), None)
 
 
-def _scorer(source: RewardSource, tokenizer: Any) -> Callable[[Sequence[CheckRow], Sequence[str]], Graded]:
-    """Return a scorer of texts by a source, some rows at a time."""
+def _scorer(source: RewardSource, tokenizer: Any, errors: list[str]) -> Score:
+    """Return a scorer of texts by a source, some rows at a time; the first to fail takes the first of `errors`."""
 
     def score(rows: Sequence[CheckRow], texts: Sequence[str]) -> Graded:
         scores: list[float | None] = []
@@ -223,7 +256,7 @@ def _scorer(source: RewardSource, tokenizer: Any) -> Callable[[Sequence[CheckRow
             scores += [None if math.isnan(value) else value for value in graded.values.tolist()]
             failures = (graded.parts.get(f"{GRADING}{state}") for state in ("timeout", "error"))
             failed += sum(int(part.sum()) for part in failures if part is not None)
-        return Graded(scores, failed)
+        return Graded(scores, failed, errors.pop(0) if failed and errors else "")
 
     return score
 

@@ -36,10 +36,16 @@ class CheckRow:
 
 @dataclass(frozen=True)
 class Graded:
-    """Scores of completions, None if the reward does not apply; how many gradings failed, and why."""
+    """Scores of completions, None if the reward does not apply; how many gradings failed, and the first error."""
 
     scores: list[float | None]
     failed: int = 0
+    error: str = ""  # if no earlier scores tell it
+
+    def failure(self, what: str = "") -> str:
+        """Return the finding that gradings fail."""
+        text = f"the reward fails or takes too long for {self.failed} of {len(self.scores)}{what}"
+        return f"{text}: {self.error}" if self.error else text
 
 
 Score = Callable[[Sequence[CheckRow], Sequence[str]], Graded]
@@ -91,11 +97,13 @@ class RewardCheck:
         """Return the table, the problems and what they mean."""
         width = max(len(probe.name) for probe in self.probes)
         lines = [f"{self.reward}, {self.rows} rows", ""]
-        lines.append(f"{'answer':{width}}  rows     mean      min      max  as good as right")
-        for probe in self.probes:
+        scored = [probe for probe in self.probes if probe.rows]
+        if scored:
+            lines.append(f"{'answer':{width}}  rows     mean      min      max  as good as right")
+        for probe in scored:
             figures = f"{probe.rows:5} {probe.mean:8.3f} {probe.low:8.3f} {probe.high:8.3f} {probe.as_good:7.0%}"
             lines.append(f"{probe.name:{width}} {figures}  {probe.level}")
-        lines.append("")
+        lines += [""] * bool(scored)
         for probe in self.probes:
             if probe.problem:
                 lines.append(f"{probe.level}: {probe.name}: {probe.problem}")
@@ -216,7 +224,7 @@ def _right_probe(
         if value is None or (best is not None and value < best - TOLERANCE)
     ]
     if graded.failed:
-        level, problem = "fail", f"the reward fails or takes too long for {graded.failed} of {len(rows)} right answers"
+        level, problem = "fail", graded.failure(" right answers")
     elif graded.scores != again.scores:
         level, problem = "fail", "the same answers earn other scores the second time: a resumed run would differ"
     elif missed and not is_learned:
@@ -247,7 +255,7 @@ def _worthless_probe(
     share = sum(counted) / len(counted) if counted else 0.0
     allowed = BY_CHANCE if is_learned or name in (OTHER, PROMPT) else 0.0
     if graded.failed:
-        level, problem = "fail", f"the reward fails or takes too long for {graded.failed} of {len(texts)}"
+        level, problem = "fail", graded.failure()
     elif share > allowed:
         verb = "earns more than the right answer alone" if name == PADDED else "earns as much as the right answer"
         level, problem = "fail", f"{verb} in {share:.0%} of the rows: a policy will find it"

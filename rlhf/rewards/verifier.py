@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -144,7 +144,8 @@ class VerifierSource(Source):
             UserError: a package or a file of a grader is missing.
         """
         self.check()
-        return VerifierReward(self, context.tokenizer, may_abstain=context.may_abstain or context.leaves_out)
+        may_abstain = context.may_abstain or context.leaves_out
+        return VerifierReward(self, context.tokenizer, may_abstain=may_abstain, warn=context.warn)
 
     @model_validator(mode="after")
     def _check_weights(self) -> VerifierSource:
@@ -191,11 +192,19 @@ class VerifierReward:
     for the completions whose grading took too long, failed, or did not apply; `verifier/seconds` is its time.
     """
 
-    def __init__(self, source: VerifierSource, tokenizer: BatchDecoder, *, may_abstain: bool = False) -> None:
-        """Prepare the processes, which start at the first call."""
+    def __init__(
+        self,
+        source: VerifierSource,
+        tokenizer: BatchDecoder,
+        *,
+        may_abstain: bool = False,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Prepare the processes, which start at the first call; `warn` gets the first failure if none stops the run."""
         self.source = source
         self.tokenizer = tokenizer
         self.may_abstain = may_abstain
+        self.warn = warn
         self.graders: dict[str, Grader] = {DEFAULT: source.grader, **source.graders}
         sections = list(self.graders.values())
         self.pool = GraderPool(
@@ -206,6 +215,7 @@ class VerifierReward:
             plugins=[name for grader in sections for name in plugins_in(grader)],
         )
         self._recent: deque[bool] = deque(maxlen=WINDOW)  # whether each of the last gradings failed
+        self._has_warned = False
 
     def __call__(self, completions: Completions) -> Scores:
         """Grade the completions.
@@ -318,13 +328,17 @@ class VerifierReward:
         self._recent.extend(failed)
         window = failed if len(failed) > WINDOW else self._recent
         count = sum(window)
+        first = failed.index(True) if True in failed else 0
+        example = f"{outcomes[first].message}, for the completion {quoted(completions[first])}" if outcomes else ""
+        if True in failed and self.source.max_failures == 1 and not self._has_warned:
+            self._has_warned = True
+            self.warn(example)
         if count < FEWEST_FAILURES or count <= self.source.max_failures * len(window):
             return
-        first = failed.index(True) if True in failed else 0
         raise RewardError(
             f"the verifier failed for {count} of the last {len(window)} completions, more than "
-            f"reward.source.max_failures={self.source.max_failures:g}: {outcomes[first].message}, for the completion "
-            f"{quoted(completions[first])}. A grader that fails looks like a hard task: mend it, or raise timeout_s"
+            f"reward.source.max_failures={self.source.max_failures:g}: {example}. "
+            "A grader that fails looks like a hard task: mend it, or raise timeout_s"
         )
 
     def _who(self) -> str:

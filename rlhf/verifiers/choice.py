@@ -24,7 +24,7 @@ class ChoiceGrader(Grader):
 
     type: Literal["choice"] = "choice"
     answer: str = "answer"
-    """The column with the right letter, as text; or its number, from 0."""
+    """The column with the right letter; or its number, from 0, also as text."""
     letters: Annotated[str, Field(min_length=2)] = "ABCDEFGH"
     """The letters of the choices, in their order."""
 
@@ -54,9 +54,11 @@ class ChoiceGrader(Grader):
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.letters):
             return self.letters[value]
         letter = str(value).strip().strip("().:").upper()
-        if len(letter) != 1 or letter not in self.letters:
-            raise ValueError(f"the column {self.answer!r} has {value!r}, which is none of the letters {self.letters}")
-        return letter
+        if len(letter) == 1 and letter in self.letters:
+            return letter
+        if letter.isdecimal() and int(letter) < len(self.letters):
+            return self.letters[int(letter)]
+        raise ValueError(f"the column {self.answer!r} has {value!r}, which is none of the letters {self.letters}")
 
 
 def chosen_letter(text: str, letters: str) -> str | None:

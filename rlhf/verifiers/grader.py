@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+from rlhf.errors import did_you_mean
 from rlhf.section import Choice
 
 Row: TypeAlias = Mapping[str, Any]
@@ -76,6 +77,7 @@ def settings_of(name: str) -> dict[str, Any]:
         return {"type": FUNCTION, "target": name}
     raise ValueError(
         f"no verifier {name!r}; choose from {', '.join(members)}, or name a function of yours as my_file.py:grade"
+        f"{did_you_mean(name, members)}"
     )
 
 

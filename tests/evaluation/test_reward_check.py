@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import make_model
 
 import rlhf
 from rlhf.cli import main
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.reward_check import CheckRow, Graded, RewardCheck, check_reward
+from rlhf.models.scalar_head import load_scalar_head
 
 ROWS = [
     {"prompt": f"What is {a} + {b}?", "answer": str(a + b), "solution": f"{a} + {b} = {a + b}\n#### {a + b}"}
@@ -141,3 +144,115 @@ def test_from_python() -> None:
         rlhf.reward_check({"type": "verifier", "name": "math:y"}, ROWS)
     with pytest.raises(ConfigError, match="the environment rewards episodes"):
         rlhf.reward_check({"type": "environment"}, ROWS)
+
+
+def checked_by_command(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run the command; return its exit code and its table, or else its error."""
+    code = main(["reward-check", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out or captured.err
+
+
+@pytest.mark.parametrize(
+    "verifier, good, bad, reason",
+    [
+        ("choice", {"answer": "1"}, {"answer": "Paris"}, "the column 'answer' has 'Paris', which is none of"),
+        ("json", {"keys": {"a": "integer"}}, {"keys": {"a": "int"}}, "a: 'int' is no type"),
+        ("json", {"keys": {"a": "string"}}, {"keys": "{a"}, "Expecting property name"),
+        ("json", {"json_schema": {"type": "array"}}, {"json_schema": {"properties": "a"}}, "AttributeError"),
+    ],
+)
+def test_a_row_that_the_verifier_cannot_read_is_skipped_and_named(
+    verifier: str,
+    good: Mapping[str, Any],
+    bad: Mapping[str, Any],
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [{"prompt": f"p{number}", **values} for number, values in enumerate([good, bad, good])]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    schema = ["json_schema=json_schema"] if "json_schema" in good else []
+    _, text = checked_by_command([verifier, "--dataset", str(file), *schema], capsys)
+    assert f"verifier {verifier}, 2 rows" in text
+    assert f"2 rows used, 1 skipped: 1 no right answer can be made [rows.jsonl:2 ({reason}" in text
+    reward = {"type": "verifier", "name": verifier, **({"json_schema": "json_schema"} if schema else {})}
+    assert f"1 skipped: 1 no right answer can be made [the rows:2 ({reason}" in str(rlhf.reward_check(reward, rows))
+    with pytest.raises(DataError, match="no usable rows; 1 skipped: 1 no right answer can be made"):
+        rlhf.reward_check(reward, [rows[1]])
+
+
+def run_folder(folder: Path, config: str, *, reward_head: bool = False) -> Path:
+    """Make the folder of a run that has trained a model."""
+    base = str(make_model(folder / "model"))
+    if reward_head:
+        tokenizer = load_tokenizer(base)
+        load_scalar_head(base, tokenizer, new_head="normal").save(tokenizer, folder / "model")
+    (folder / "config.yaml").write_text(config)
+    return folder
+
+
+def test_run_folders_stand_for_their_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = written(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run_folder(Path("rm"), "model: {model: base}\ndata: {preferences: {path: pairs.jsonl}}\n", reward_head=True)
+    run_folder(Path("sft"), "policy: {model: base}\nalgorithm: {preset: sft}\ndata: {sft: {path: x}}\n")
+    Path("both").mkdir()
+    Path("both/ensemble.json").write_text('{"members": ["../rm", "../rm"]}')
+    table = checked_by_command(["rm/model", "--dataset", data], capsys)[1].partition("6 rows")[2]
+    assert "right, padded " in table
+    for name in ("rm", "both"):
+        assert checked_by_command([name, "--dataset", data, "dtype=float32"], capsys)[1].partition("6 rows")[2] == table
+    assert "rm, 6 rows" in str(rlhf.reward_check("rm", ROWS))
+    settings = ["policy.model=sft", "reward.source.path=rm", "data.prompts.path=rows.jsonl"]
+    text = checked_by_command(["configs/ppo.yaml", "--dataset", data, *settings], capsys)[1]
+    assert text.partition("6 rows")[2] == table
+    code, text = checked_by_command(["sft", "--dataset", data], capsys)
+    assert code == 2
+    assert "sft has no reward" in text
+
+
+@pytest.mark.parametrize(
+    "body, error",
+    [
+        ("raise KeyError('oops')", "KeyError: 'oops' at "),
+        ("return 'x'", "TypeError: a grade is a number, None or a dict of numbers, not str at "),
+        ("return 1 / len(completion.strip())", "ZeroDivisionError: division by zero at "),
+    ],
+)
+def test_the_first_error_of_a_grader_is_named_once(
+    body: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(f"def grade(completion, row):\n    {body}\n")
+    table = str(rlhf.reward_check("mine.py:grade", ROWS, answer="solution"))
+    assert table.count(error) == 1
+    assert error in next(line for line in table.splitlines() if line.startswith("fail: ") and "fails" in line)
+    assert "mine.py:2" in table or "grader.py:" in table
+
+
+def test_a_pattern_that_is_none_is_named() -> None:
+    rows = [{**row, "pattern": "("} for row in ROWS]
+    assert "of 6 right answers: re.error: missing ), unterminated" in str(rlhf.reward_check("regex", rows))
+
+
+@pytest.mark.parametrize("name, hint", [("mth", "math"), ("jsom", "json"), ("ifevl", "ifeval")])
+def test_a_misspelled_verifier_gets_the_nearest_name(
+    name: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = checked_by_command([name, "--dataset", written(tmp_path)], capsys)
+    assert code == 2
+    assert f"no path and no verifier {name!r}; choose from " in text
+    assert f"; did you mean {hint}?" in text
+    with pytest.raises(ConfigError, match=f"did you mean {hint}"):
+        rlhf.reward_check(name, ROWS)
+
+
+def test_a_reward_that_applies_to_no_row_gets_no_table() -> None:
+    table = str(checked(lambda text, row: None, best=1.0))
+    assert "nan" not in table
+    assert "% " not in table
+    assert "fail: right: 6 of 6 right answers are not graded: the reward applies to no row" in table

@@ -96,10 +96,13 @@ def test_the_letter_of_an_answer(text: str, letter: str | None) -> None:
 
 def test_choice() -> None:
     grade = validate(ChoiceGrader, {"type": "choice", "answer": "label"}).start()
-    assert [grade("B", {"label": label}) for label in ("B", "b", "(B)", 1, 0)] == [1, 1, 1, 1, 0]
+    assert [grade("B", {"label": label}) for label in ("B", "b", "(B)", 1, "1", " 0")] == [1, 1, 1, 1, 1, 0]
     assert grade("B", {}) is None
-    with pytest.raises(ValueError, match="which is none of the letters"):
-        grade("B", {"label": "Paris"})
+    for label in ("Paris", "8", "-1", True, 8):
+        with pytest.raises(ValueError, match="which is none of the letters"):
+            grade("B", {"label": label})
+    digits = validate(ChoiceGrader, {"type": "choice", "letters": "1234"}).start()
+    assert [digits("The answer is 2", {"answer": label}) for label in ("2", "1", 1)] == [1, 0, 1]
 
 
 def test_regex() -> None:
