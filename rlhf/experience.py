@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,10 +12,13 @@ from torch import Tensor
 from rlhf.algo.advantages import token_rewards, uniform_groups
 from rlhf.algo.correction import token_ratios, truncated
 from rlhf.algo.kl import Coefs, kl_estimate
+from rlhf.algorithms.advantage import Advantage
 from rlhf.algorithms.correction import Correction
 from rlhf.algorithms.online import Online
 from rlhf.batching import extend
+from rlhf.errors import ConfigError
 from rlhf.types import Experience, Rollout, SampledPairs
+from rlhf.user_code import check_per_token
 
 
 def compute_advantages(
@@ -47,7 +51,7 @@ def compute_advantages(
             rollout, rewards, rho_cap=ratio_cap, trace_cap=trace_cap
         )
     else:
-        advantages, returns = algorithm.advantage.compute(rollout, rewards)
+        advantages, returns = checked_advantages(algorithm.advantage, rollout, rewards)
     if ratio_cap is not None and trace_cap is None:
         ratios = token_ratios(rollout.logprobs, rollout.sampler_logprobs, mask)
         advantages = advantages * truncated(ratios, ratio_cap)
@@ -65,6 +69,21 @@ def compute_advantages(
         returns=returns,
         value_weights=_value_weights(rollout, algorithm),
     )
+
+
+def checked_advantages(
+    advantage: Advantage, rollout: Rollout, rewards: Float[Tensor, "B T"]
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Compute advantages and returns, and check what the class returned.
+
+    Raises:
+        ConfigError: it is no pair of tensors with a value for each token.
+    """
+    what, result = f"{type(advantage).__name__}.compute", cast(object, advantage.compute(rollout, rewards))
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        kind = type(result).__name__
+        raise ConfigError(f"{what} returned a {kind}: it has to return (advantages, returns), two tensors [B, T]")
+    return check_per_token(result[0], rewards, what), check_per_token(result[1], rewards, what)
 
 
 def select_training_rows(experience: Experience, algorithm: Online) -> Experience | SampledPairs:

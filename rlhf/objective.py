@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,7 +19,9 @@ from rlhf.algo.policy_loss import importance_ratio, kl_old_new, loss_weights, to
 from rlhf.algorithms.online import Online
 from rlhf.algorithms.policy_loss import Surrogate, TokenLoss, Tokens
 from rlhf.batching import widen
+from rlhf.errors import ConfigError
 from rlhf.types import Experience
+from rlhf.user_code import check_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +134,8 @@ class Objective:
         ratio = importance_ratio(logprobs, micro.logprobs, mask, loss.ratio_level)
         old_kl = kl_old_new(logprobs, micro.logprobs, mask)
         live, old = _live(mask, logprobs, micro.logprobs)
-        surrogate = loss.per_token(
+        surrogate = checked_surrogate(
+            loss,
             Tokens(
                 ratio=ratio,
                 logprobs=live,
@@ -141,7 +145,7 @@ class Objective:
                 old_kl=old_kl,
                 coefs=coefs,
                 teacher=teacher,
-            )
+            ),
         )
         clipped = torch.zeros_like(mask) if surrogate.clipped is None else surrogate.clipped
         metrics = {
@@ -153,6 +157,25 @@ class Objective:
         if surrogate.outside is not None:
             metrics["policy/outside_clip"] = Mean.of(surrogate.outside, mask)
         return surrogate, {**metrics, **surrogate.metrics}
+
+
+def checked_surrogate(loss: TokenLoss, tokens: Tokens) -> Surrogate:
+    """Compute the loss of every token, and check what the class returned.
+
+    Raises:
+        ConfigError: it is no Surrogate with a value for each token and metrics that are means.
+    """
+    what, result = f"{type(loss).__name__}.per_token", cast(object, loss.per_token(tokens))
+    if not isinstance(result, Surrogate):
+        kind = type(result).__name__
+        raise ConfigError(f"{what} returned a {kind}: it has to return a Surrogate(per_token=a tensor [B, T])")
+    for values in (result.per_token, *(flags for flags in (result.clipped, result.outside) if flags is not None)):
+        check_per_token(values, tokens.mask, what)
+    for name, mean in cast(Mapping[str, object], result.metrics).items():
+        if not isinstance(mean, Mean):
+            kind = type(mean).__name__
+            raise ConfigError(f"{what} returned a {kind} as metric {name!r}: it has to be Mean.of(values, tokens.mask)")
+    return result
 
 
 def _live(mask: Bool[Tensor, "B T"], *tensors: Float[Tensor, "B T"]) -> tuple[Tensor, ...]:

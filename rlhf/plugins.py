@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf.errors import ConfigError
-from rlhf.section import Choice, Section, walk
+from rlhf.section import Choice, Section, is_left_out, walk
 from rlhf.user_code import load_module
 
 OURS = ("rlhf", "reward_model")
@@ -25,7 +25,7 @@ def load_plugins(tree: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: the list is not one, there is no such file or module, or its import fails; also if it defines a
-            class whose `type` is taken.
+            class whose `type` is taken, or that has none.
     """
     names = tree.get("plugins") or []
     if isinstance(names, str) or not isinstance(names, Sequence):
@@ -33,7 +33,25 @@ def load_plugins(tree: Mapping[str, Any]) -> None:
     for name in map(str, names):
         if name not in _loaded.values():
             module = _imported_from(name) or load_module(name, what="plug-in", error=ConfigError)
+            _check_classes(module, name)
             _loaded[module.__name__] = name
+
+
+def _check_classes(module: ModuleType, plugin: str) -> None:
+    """Check that each class of a family that a plug-in defines can be chosen, or is a base of others.
+
+    Raises:
+        ConfigError: it has no type, or no name.
+    """
+    for kind in list(vars(module).values()):
+        if isinstance(kind, type) and kind.__module__ == module.__name__ and is_left_out(kind):
+            del sys.modules[module.__name__]  # a mended file is imported again
+            word = kind.__name__.lower()
+            key, line = ("type", f'type: Literal["{word}"]') if issubclass(kind, Choice) else ("name", "name")
+            raise ConfigError(
+                f"plug-in {plugin!r}: {kind.__name__} has no {key}, so no setting can choose it: "
+                f'write {line} = "{word}" into the class'
+            )
 
 
 def _imported_from(file: str) -> ModuleType | None:

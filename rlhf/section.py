@@ -234,6 +234,14 @@ def _join(members: dict[str, builtins.type[Any]], key: str, name: str, cls: buil
     members[name] = cls
 
 
+def is_left_out(kind: type) -> bool:
+    """Check whether a class of a family is no member of it, and no base of other classes either."""
+    if not issubclass(kind, Choice | Named) or {Choice, Named} & set(kind.__bases__):
+        return False
+    is_base = inspect.isabstract(kind) or bool(kind.__subclasses__())
+    return not is_base and _origin(kind) not in map(_origin, kind.members.values())
+
+
 def _origin(kind: type) -> tuple[str, str]:
     """Return where a class is defined: a file that is imported again, by another name, may define its classes again."""
     return str(getattr(sys.modules.get(kind.__module__), "__file__", kind.__module__)), kind.__qualname__

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from rlhf.errors import ConfigError, RewardError, UserError, did_you_mean
 if TYPE_CHECKING:
     from torch import Tensor
 
+LIBRARIES, SITE = (os.path.dirname(__file__), os.path.dirname(os.__file__), "<frozen"), "site-packages"
 OBJECT = "python:"  # how the target of a function begins that was given as an object and has no import path
 _OBJECTS: dict[str, Callable[..., Any]] = {}
 
@@ -169,8 +171,12 @@ def _load_file(path: Path, what: str, error: type[UserError]) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look up a class's module there
-    with UserCode(f"importing the {what} file {str(path)!r}", error=error):
-        spec.loader.exec_module(module)
+    try:
+        with UserCode(f"importing the {what} file {str(path)!r}", error=error):
+            spec.loader.exec_module(module)
+    except UserError:
+        del sys.modules[name]  # a mended file is imported again
+        raise
     return module
 
 
@@ -196,23 +202,32 @@ def checked_per_token(function: Callable[..., Any], what: str, *, finite: bool =
         ConfigError: when it is called: the result is something else, or the function fails.
     """
 
-    from torch import Tensor
-
     def call(*, mask: Tensor, **arguments: Any) -> Tensor:
         with UserCode(what, error=ConfigError):
             result = function(mask=mask, **arguments)
-        if not isinstance(result, Tensor):
-            raise ConfigError(f"{what} returned a {type(result).__name__}: it has to return a tensor [B, T]")
-        if result.shape != mask.shape:
-            raise ConfigError(
-                f"{what} returned a tensor of shape {list(result.shape)}: one value per token is needed, "
-                f"{list(mask.shape)}"
-            )
-        if finite and not result[mask].isfinite().all():
+        values = check_per_token(result, mask, what)
+        if finite and not values[mask].isfinite().all():
             raise ConfigError(f"{what} is NaN or infinite for a token: look at groups whose scores are all equal")
-        return result
+        return values
 
     return call
+
+
+def check_per_token(values: Any, mask: Tensor, what: str) -> Tensor:
+    """Return the result of a loss or an advantage, if it is a value for each token of `mask`.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    from torch import Tensor
+
+    if not isinstance(values, Tensor):
+        raise ConfigError(f"{what} returned a {type(values).__name__}: it has to return a tensor [B, T]")
+    if values.shape != mask.shape:
+        raise ConfigError(
+            f"{what} returned a tensor of shape {list(values.shape)}: one value per token is needed, {list(mask.shape)}"
+        )
+    return values
 
 
 def check_values(values: Any, count: int, what: str) -> Tensor:
@@ -246,5 +261,14 @@ class UserCode:
         if not isinstance(error, Exception) or isinstance(error, UserError):
             return
         last = traceback.format_exception_only(error)[-1].strip()
-        frame = traceback.extract_tb(trace)[-1]
-        raise self.error(f"{self.what} failed: {last} at {frame.filename}:{frame.lineno}{self.context}") from error
+        raise self.error(f"{self.what} failed: {last} at {_place(error, trace)}{self.context}") from error
+
+
+def _place(error: Exception, trace: TracebackType | None) -> str:
+    """Return the last line of the user's that led to an error; of a file that does not parse, the wrong line."""
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES) and SITE not in frame.filename]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"

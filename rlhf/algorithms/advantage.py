@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -91,6 +92,7 @@ class Advantage(Choice):
         """Return how many rows of a prompt, at most, are trained on."""
         return group_size
 
+    @abstractmethod
     def compute(
         self, rollout: Rollout, rewards: Float[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
@@ -98,7 +100,6 @@ class Advantage(Choice):
 
         The rows of a prompt are consecutive, `rollout.group_size` at a time. A critic learns the returns.
         """
-        raise NotImplementedError
 
     def compute_stale(
         self, rollout: Rollout, rewards: Float[Tensor, "B T"], *, rho_cap: float, trace_cap: float

@@ -13,6 +13,7 @@ loss is one class, in this package or in a user's module; it is a preset of its 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -89,9 +90,9 @@ class PairLoss(OfflineLoss):
         beta: float = getattr(self, "beta", 1.0)
         return beta * side.log_ratios
 
+    @abstractmethod
     def per_pair(self, chosen: Side, rejected: Side) -> Float[Tensor, " B"]:
         """Compute the loss of each pair."""
-        raise NotImplementedError
 
     def measure(self, chosen: Side, rejected: Side) -> Mapping[str, Tensor]:
         """Compute the loss's own metrics, which `metrics` declares: of each the values that are averaged."""

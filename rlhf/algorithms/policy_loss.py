@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -156,10 +157,10 @@ class TokenLoss(PolicyLoss):
         """Return the range of ratios that the report draws over the loss; None for one that is no function of it."""
         return None
 
+    @abstractmethod
     def per_token(self, tokens: Tokens) -> Surrogate:
         """Compute the loss of every token; values outside the mask are not used.
 
         The loss of a token must not depend on other rows: a minibatch is split into micro-batches of any size. Weights
         and sum over tokens, the KL penalty and the entropy bonus come afterwards, as configured.
         """
-        raise NotImplementedError

@@ -28,6 +28,8 @@ from rlhf.errors import ConfigError
 from rlhf.exact.check_pairs import check_pair_loss
 from rlhf.exact.findings import ROUNDING, CheckResult, Finding, close, compare_gradients, try_shape
 from rlhf.exact.world import World, enumerate_world, expectation, random_scores, random_table
+from rlhf.experience import checked_advantages
+from rlhf.objective import checked_surrogate
 from rlhf.section import Section
 from rlhf.types import Rollout
 from rlhf.user_code import checked_per_token
@@ -94,7 +96,7 @@ def _loss_function(loss: PolicyLoss) -> LossFunction:
             old_kl=kl_old_new(logprobs, old_logprobs, mask),
             coefs=Coefs(kl=0.0, penalty=loss.start_coef),
         )
-        return loss.per_token(tokens).per_token
+        return checked_surrogate(loss, tokens).per_token
 
     return function
 
@@ -121,7 +123,7 @@ def _advantage_function(advantage: Advantage) -> AdvantageFunction:
             values=zeros,
             hinted=torch.zeros(rows, dtype=torch.bool),
         )
-        return advantage.compute(rollout, rewards)[0]
+        return checked_advantages(advantage, rollout, rewards)[0]
 
     return function
 
@@ -148,7 +150,7 @@ def _check_distillation(loss: TokenLoss, world: World) -> list[Finding]:
             coefs=Coefs(kl=0.0, penalty=loss.start_coef),
             teacher=placed,
         )
-        return torch.where(mask, loss.per_token(tokens).per_token, 0.0)
+        return torch.where(mask, checked_surrogate(loss, tokens).per_token, 0.0)
 
     table = random_table(world, 12).requires_grad_()
     shape, values = try_shape(lambda: per_token(table, rows))

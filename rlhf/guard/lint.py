@@ -8,10 +8,11 @@ from typing import get_args
 
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, RunConfiguration
 from rlhf.errors import ConfigError, did_you_mean
-from rlhf.guard.alarms.alarm import Alarm
+from rlhf.guard.alarms.alarm import Alarm, all_alarms
 from rlhf.guard.rule import Violation, read_facts
 from rlhf.guard.rules_online import ONLINE_RULES, UPDATE_RULES
 from rlhf.guard.rules_run import DATA_RULES, RUN_RULES
+from rlhf.plugins import OURS
 from rlhf.section import Choice, Facts, Rule, Section, rules_of, walk
 
 RUN_TABLE: tuple[Rule, ...] = (*UPDATE_RULES, *ONLINE_RULES, *RUN_RULES, *DATA_RULES)
@@ -63,10 +64,12 @@ def lint(config: RunConfiguration, facts: Facts | None = None) -> list[Violation
         facts: further facts besides the configuration; None reads them from the model's folder or name.
 
     Raises:
-        ConfigError: guard.allow names no rule, or guard.alarms no alarm.
+        ConfigError: guard.allow names no rule, guard.alarms no alarm, or an alarm of the user no metric.
     """
     _check_names(config.guard.allow, [rule.name for rule in all_rules()], "guard.allow", "rule")
     _check_names(config.guard.alarms, list(Alarm.choices()), "guard.alarms", "alarm")
+    for alarm in all_alarms():
+        _check_metrics(alarm)
     known = replace(read_facts(config) if facts is None else facts, run=config)
     violations = [
         Violation(rule=rule, value=value)
@@ -114,3 +117,10 @@ def _check_names(names: Collection[str], known: Sequence[str], key: str, what: s
         if name not in known:
             hint = did_you_mean(name, known) or f": `rlhf lint` and docs name every {what}"
             raise ConfigError(f"{key}: there is no {what} {name!r}{hint}")
+
+
+def _check_metrics(alarm: Alarm) -> None:
+    if type(alarm).__module__.partition(".")[0] not in OURS:
+        from rlhf.tracking.metrics import table_of
+
+        _check_names(alarm.metrics, list(table_of(alarm.metrics)), f"alarm {alarm.name}", "metric")

@@ -16,6 +16,7 @@ from typing import Literal
 
 from rlhf.algo.masked import Mean
 from rlhf.batching import Number
+from rlhf.errors import ConfigError
 from rlhf.section import declared_metrics
 
 RunKind = Literal["online", "preference", "sft", "reward_model"]
@@ -457,14 +458,14 @@ def describe(name: str) -> MetricInfo:
     part: `source/score/*` describes `source/score/chat`.
 
     Raises:
-        KeyError: there is none; add it with its unit and meaning.
+        ConfigError: there is none; add it with its unit and meaning.
     """
     row = _family(name)
     if row in METRICS:
         return METRICS[row]
     declared = _declared()
     if name not in declared:
-        raise KeyError(f"{name}: no row describes this metric; add one to `metrics` of the section that reports it")
+        raise ConfigError(f"{name}: no row describes this metric; add one to `metrics` of the class that reports it")
     return declared[name]
 
 

@@ -170,5 +170,5 @@ def test_a_loss_that_returns_one_number_for_all_pairs_is_an_error(file: Path, tm
 
 
 def test_a_metric_that_no_section_declares_is_an_error() -> None:
-    with pytest.raises(KeyError, match="preference/apo_chosen_up: no row describes this metric"):
+    with pytest.raises(ConfigError, match="preference/apo_chosen_up: no row describes this metric"):
         describe("preference/apo_chosen_up")

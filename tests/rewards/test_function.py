@@ -251,7 +251,8 @@ def test_a_name_that_the_file_binds_in_another_way_is_found(body: str, tmp_path:
             r"ModuleNotFoundError: No module named 'no_such_helper' at .*mine\.py:1",
         ),
         ("score = 1\nscore / 0\n", r"ZeroDivisionError: division by zero at .*mine\.py:2"),
-        ("def score(:\n", r"SyntaxError"),
+        ("import os\ndef score(:\n", r"SyntaxError: invalid syntax at .*mine\.py:2$"),
+        ("import ast\nscore = ast.literal_eval('1 +')\n", r"SyntaxError: invalid syntax at .*mine\.py:2$"),
     ],
 )
 def test_a_file_that_does_not_import_tells_the_cause(body: str, message: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from runs import offline, offline_tree
 
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, ConfigError
 from rlhf.tracking.checkpoint import Checkpoints
 from rlhf.tracking.progress import Progress
 from rlhf.tracking.run_folder import RunFolder
@@ -126,7 +126,7 @@ def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_metric_is_an_error(tmp_path: Path) -> None:
     one = session(tmp_path)
-    with pytest.raises(KeyError):
+    with pytest.raises(ConfigError):
         one.recorder.metrics(1, {"score/meen": 1.0}, tokens=1, memory_mb=1.0)
 
 
