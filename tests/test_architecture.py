@@ -226,7 +226,8 @@ def test_errors_are_caught_by_name() -> None:
     So may those around the calls of a tracker and of the hub: their HTTP clients have no class of errors in common. So
     may those around an environment and a tool: their error is an answer, counted and told. A child that grades
     answers with any error of a grader; reading pushed weights, which a server that fails half way answers for. The
-    thread of a transfer hands any error of vLLM's over to the one that waits.
+    thread of a transfer hands any error of vLLM's over to the one that waits. The check of a reward skips and tells a
+    row of which a verifier makes no right answer, by any error.
     """
     wrong = []
     for name, path in MODULES.items():
@@ -237,6 +238,7 @@ def test_errors_are_caught_by_name() -> None:
                     wrong.append(name)
     environments = [f"rlhf.environments.{name}" for name in ("host", "tools", "worker")]
     assert sorted(wrong) == [
+        "rlhf.api.reward_checking",
         "rlhf.data.paths",
         *environments,
         "rlhf.sampling.push",

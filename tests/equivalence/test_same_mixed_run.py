@@ -126,8 +126,9 @@ def test_a_mixture_is_set_in_a_file_on_the_command_line_and_from_python(tmp_path
     assert (data.stream, data.shuffle_buffer) == (True, 16)
     (only,) = load_train("configs/mixture.yaml", ["data.sft.sources.chat=null"]).data.sft.sources  # type: ignore[union-attr]
     assert only == "code"
-    with pytest.raises(ConfigError, match=r"data\.sft.*both path and sources"):
-        load_train("configs/mixture.yaml", ["data.sft.path=x.jsonl"])
+    alone = load_train("configs/mixture.yaml", ["data.sft.path=x.jsonl"]).data.sft
+    assert alone is not None
+    assert (alone.path, alone.sources) == ("x.jsonl", {})
     with pytest.raises(ConfigError, match=r"data\.sft\.sources\.code\.weight"):
         load_train("configs/mixture.yaml", ["data.sft.sources.code.weight=0"])
     with pytest.raises(ConfigError, match=r"data\.sft\.sources\.code\.wieght.*did you mean weight"):
