@@ -45,7 +45,7 @@ def _check_classes(module: ModuleType, plugin: str) -> None:
     """
     for kind in list(vars(module).values()):
         if isinstance(kind, type) and kind.__module__ == module.__name__ and is_left_out(kind):
-            del sys.modules[module.__name__]  # a mended file is imported again
+            del sys.modules[module.__name__]  # once the user has repaired the file, it is imported
             word = kind.__name__.lower()
             key, line = ("type", f'type: Literal["{word}"]') if issubclass(kind, Choice) else ("name", "name")
             raise ConfigError(

@@ -175,7 +175,7 @@ def _load_file(path: Path, what: str, error: type[UserError]) -> ModuleType:
         with UserCode(f"importing the {what} file {str(path)!r}", error=error):
             spec.loader.exec_module(module)
     except UserError:
-        del sys.modules[name]  # a mended file is imported again
+        del sys.modules[name]  # once the user has repaired the file, it is imported
         raise
     return module
 

@@ -173,7 +173,7 @@ def check_source(
 
 
 def _is_policy_run(target: str) -> bool:
-    """Return whether a folder is that of a run with a configuration, and not a reward model's, which is a reward."""
+    """Return whether a folder holds a policy's run. A reward model's run does not count: it is a reward itself."""
     file = Path(target) / "config.yaml"
     return file.is_file() and not isinstance(load_any(file), RewardModelConfig)
 

@@ -264,7 +264,7 @@ def _to_tensor(
             f"the first is {quoted(str(values[bad[0]]))}, for the completion {quoted(completions[bad[0]])}"
             + ABSTENTION_HINT * (values[bad[0]] is None)
             + STRING_HINT * isinstance(values[bad[0]], str)
-            + LIST_HINT * isinstance(values[bad[0]], Sequence) * (not isinstance(values[bad[0]], str))
+            + LIST_HINT * isinstance(values[bad[0]], list | tuple)
         )
     import torch
 

@@ -100,11 +100,7 @@ class VerifierSource(Source):
 
     def reference(self, row: Mapping[str, Any]) -> str | None:
         """Return the right answer as the row's grader knows it."""
-        name = row.get(self.column)
-        grader = self.graders.get(str(name), self.grader)
-        if grader is self.grader and name not in (None, self.grader.type):
-            grader = settingless(name) or grader
-        return grader.reference(row)
+        return self.grader_of(row)[1].reference(row)
 
     def grader_of(self, row: Mapping[str, Any]) -> tuple[str, Grader]:
         """Return the key of the row's grader, and the grader. A row may name one of `graders`, or one of ours.
@@ -338,7 +334,7 @@ class VerifierReward:
         raise RewardError(
             f"the verifier failed for {count} of the last {len(window)} completions, more than "
             f"reward.source.max_failures={self.source.max_failures:g}: {example}. "
-            "A grader that fails looks like a hard task: mend it, or raise timeout_s"
+            "A failed grading scores like a wrong answer: repair the grader, or raise timeout_s"
         )
 
     def _who(self) -> str:
