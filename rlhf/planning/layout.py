@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf.config.data import DatasetConfig, SftConfig
+from rlhf.config.data import DatasetConfig, PromptsConfig, SftConfig
 from rlhf.config.offload import OffloadConfig
 from rlhf.config.run import ShardingConfig
 from rlhf.config.sections import (
@@ -274,8 +274,8 @@ class _Planner:
         dtype = self.dtype(policy)
         entropy = algorithm.policy_loss.needs_entropy
         prompts, group = config.batch.prompts_per_step, sampling.completions_per_prompt
-        prompt = self.lengths.prompt or config.data.prompts.first_tokens or config.data.prompts.max_prompt_tokens
         completion = self.lengths.completion or self.longest_row(config)
+        prompt = self.longest_prompt(config.data.prompts, completion)
         step = PassRows(rows=prompts * group, prompts=prompts, prompt=prompt, completion=completion)
         is_pairs = algorithm.policy_loss.pair_loss is not None
         minibatch = step.of(max(1, -(-step.rows // config.batch.minibatches)))
@@ -335,8 +335,15 @@ class _Planner:
         if data is None:
             return None
         rows = min(most for most in (sampling.batch_size, data.limit, config.eval.prompts) if most is not None)
-        prompt = self.lengths.prompt or data.first_tokens or data.max_prompt_tokens
+        prompt = self.longest_prompt(data, sampling.max_new_tokens)
         return PassRows(rows=rows, prompts=rows, prompt=prompt, completion=sampling.max_new_tokens)
+
+    def longest_prompt(self, data: PromptsConfig, completion: int) -> int:
+        """Return the most tokens of a prompt that leaves room for a completion in the policy's context."""
+        if self.lengths.prompt is not None:
+            return self.lengths.prompt
+        most, context = data.first_tokens or data.max_prompt_tokens, self.shape(self.policy).context
+        return most if context is None else max(1, min(most, context - completion))
 
     def longest_row(self, config: OnlineConfig) -> int:
         """Return the largest number of tokens after a prompt; an episode counts the tokens of all turns."""
@@ -411,7 +418,7 @@ class _Planner:
 
     def rows_of_data(self, data: Any, batch: BatchConfig, per_row: int) -> PassRows:
         """Return the rows of a step of fixed data, at the limit of their length: half of it prompt, except for SFT."""
-        most = int(data.max_tokens)
+        most = min(int(data.max_tokens), self.shape(self.policy).context or int(data.max_tokens))
         completion = self.lengths.completion or (most - 1 if isinstance(data, SftConfig) else most // 2)
         prompt = self.lengths.prompt or max(1, most - completion)
         rows = batch.prompts_per_step * per_row

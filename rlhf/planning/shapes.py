@@ -42,6 +42,8 @@ class Shape:
     """The dtype of the weights in their files."""
     is_gated: bool = True
     """Whether the feed-forward half has a gate."""
+    context: int | None = None
+    """The most tokens of a row; None if config.json names no limit."""
     other: int = 0
     """Parameters beyond those that these widths give; negative if there are fewer."""
 
@@ -235,6 +237,7 @@ def shape_of_config(config: Mapping[str, Any]) -> Shape | None:
         vocabulary=int(text["vocab_size"]),
         tied=family.startswith("gemma") if tied is None else bool(tied),
         stored=str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32"),
+        context=text.get("max_position_embeddings"),
     )
 
 
@@ -298,6 +301,7 @@ def _made_on_meta(name: str) -> Shape | None:
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         stored=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
         is_gated=False,
+        context=getattr(config, "max_position_embeddings", None),
     )
     counted = sum(weight.numel() for weight in model.parameters())
     return replace(shape, other=counted - shape.parameters)

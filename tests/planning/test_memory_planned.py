@@ -480,3 +480,15 @@ def test_the_plan_counts_with_the_sizes_that_a_run_has() -> None:
     assert sizes == (logprobs.CHUNK_TOKENS, logprobs.MAX_CHUNK_LOGITS, logprobs.MAX_SAVED_PROBS)
     assert layout.NO_GRAD_PASSES == NO_GRAD_BATCH_MULTIPLIER
     assert ModelSource.model_fields["micro_batch_size"].default == layout.SCORED_ROWS
+
+
+@pytest.mark.parametrize(("algorithm", "most"), [("grpo", 256 + 256), ("sft", 512), ("dpo", 512)])
+def test_rows_are_planned_no_longer_than_the_context_of_the_model(tmp_path: Path, algorithm: str, most: int) -> None:
+    shape = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {**shape, "intermediate_size": 8, "vocab_size": 16}
+    for context, expected in ((None, most), (2048, most), (320, 320)):
+        folder = tmp_path / str(context)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
+        step = planned(algorithm, model=str(folder)).layout.step
+        assert step.prompt + step.completion == expected

@@ -82,6 +82,7 @@ def test_a_folder_has_the_shape_of_its_configuration_and_the_dtype_of_its_files(
         vocabulary=64,
         tied=True,
         stored="bfloat16",
+        context=config.max_position_embeddings,
     )
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
