@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,11 +35,11 @@ from rlhf.rewards.source import RewardSource, Source
 from rlhf.rewards.verifier import GRADING
 from rlhf.runtime.engine import make_engine
 from rlhf.section import OneOf, Section
+from rlhf.tracking.progress import announced_share
 from rlhf.types import Completions
 from rlhf.user_code import load_function
 from rlhf.verifiers.grader import settings_of
 
-ROWS_AT_ONCE = 32
 ANSWER_COLUMNS = ("reference", "solution", "completion", "response", "output", "answer", "chosen")
 YAML = (".yaml", ".yml")
 
@@ -168,8 +169,13 @@ def check_source(
         _scorer(built, tokens, errors),
         best=source.best_score if best is None else best,
         is_learned=source.is_learned,
+        progress=announced_share(_to_stderr, source.describe()),
     )
     return replace(result, notes=(*result.notes, skips.summary())) if skips.skipped else result
+
+
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
 
 
 def _is_policy_run(target: str) -> bool:
@@ -245,17 +251,13 @@ def _right_answer(source: Source, values: Mapping[str, Any], answer: str | None)
 
 
 def _scorer(source: RewardSource, tokenizer: Any, errors: list[str]) -> Score:
-    """Return a scorer of texts by a source, some rows at a time; the first to fail takes the first of `errors`."""
+    """Return a scorer of texts by a source; the first to fail takes the first of `errors`."""
 
     def score(rows: Sequence[CheckRow], texts: Sequence[str]) -> Graded:
-        scores: list[float | None] = []
-        failed = 0
-        for start in range(0, len(rows), ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
-            graded = source(_completions(rows[part], texts[part], tokenizer))
-            scores += [None if math.isnan(value) else value for value in graded.values.tolist()]
-            failures = (graded.parts.get(f"{GRADING}{state}") for state in ("timeout", "error"))
-            failed += sum(int(part.sum()) for part in failures if part is not None)
+        graded = source(_completions(rows, texts, tokenizer))
+        scores = [None if math.isnan(value) else value for value in graded.values.tolist()]
+        failures = (graded.parts.get(f"{GRADING}{state}") for state in ("timeout", "error"))
+        failed = sum(int(part.sum()) for part in failures if part is not None)
         return Graded(scores, failed, errors.pop(0) if failed and errors else "")
 
     return score

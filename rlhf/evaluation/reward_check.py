@@ -7,9 +7,10 @@ thousand words and a list of all answers must not. A reward that pays one of the
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from rlhf.errors import DataError
@@ -21,6 +22,8 @@ BY_CHANCE = 0.1  # the share of rows in which another row's answer, or a learned
 LONG = 10_000  # words
 PADDING = "Let me think about this carefully before I answer. "
 PADDINGS = 40  # times the padding stands before a right answer
+MOST_CHARACTERS = 100_000  # in the worthless answers of one kind to a learned reward, which reads them slowly
+ROWS_AT_ONCE = 32
 MOST_LISTED = 200  # answers in the list of all answers
 BINS = 4  # of lengths
 
@@ -120,7 +123,13 @@ class RewardCheck:
 
 
 def check_reward(
-    reward: str, rows: Sequence[CheckRow], score: Score, *, best: float | None = None, is_learned: bool = False
+    reward: str,
+    rows: Sequence[CheckRow],
+    score: Score,
+    *,
+    best: float | None = None,
+    is_learned: bool = False,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> RewardCheck:
     """Score right and worthless answers of every row, and tell which the reward cannot tell apart.
 
@@ -129,7 +138,8 @@ def check_reward(
         rows: the prompts, with right answers if they are known.
         score: scores completions.
         best: the best score, which every right answer must earn; None: it must only earn more than the others.
-        is_learned: a model gives the scores, which may be wrong for some rows.
+        is_learned: a model gives the scores, which may be wrong for some rows. It scores a part of the long answers.
+        progress: is told the share of the answers that are scored, by characters.
 
     Raises:
         DataError: no row has a right answer.
@@ -140,11 +150,13 @@ def check_reward(
             "no row has a right answer to score: name its column, as in --answer solution (it holds what a model "
             "should write)"
         )
-    right = score(known, [row.reference or "" for row in known])
-    again = score(known, [row.reference or "" for row in known])
+    references = [row.reference or "" for row in known]
+    most = MOST_CHARACTERS if is_learned else None
+    worthless = [(name, *_made(make, known, most)) for name, make in PROBES.items()]
+    scored = _in_parts(score, [references, references, *(texts for *_, texts in worthless)], progress)
+    right, again = scored(known, references), scored(known, references)
     of_row = {id(row): value for row, value in zip(known, right.scores, strict=True)}
-    worthless = [(name, *_made(name, make, known)) for name, make in PROBES.items()]
-    graded = [(name, subset, texts, score(subset, texts)) for name, subset, texts in worthless if subset]
+    graded = [(name, subset, texts, scored(subset, texts)) for name, subset, texts in worthless if subset]
     results = [right, *(result for *_, result in graded)]
     lowest = min((value for result in results for value in result.scores if value is not None), default=0.0)
     probes = [_right_probe(known, right, again, best=best, is_learned=is_learned)]
@@ -168,6 +180,24 @@ def check_reward(
         length_correlation=_correlation(points),
         notes=tuple(notes),
     )
+
+
+def _in_parts(score: Score, texts: Sequence[Sequence[str]], progress: Callable[[float], None]) -> Score:
+    """Return a scorer of `texts`, some rows at a time, that tells the share it has scored."""
+    total, done = sum(len(text) for part in texts for text in part), 0
+
+    def scored(rows: Sequence[CheckRow], texts: Sequence[str]) -> Graded:
+        nonlocal done
+        parts = []
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            part = slice(start, start + ROWS_AT_ONCE)
+            parts.append(score(rows[part], texts[part]))
+            done += sum(len(text) for text in texts[part])
+            progress(done / max(total, 1))
+        error = next((part.error for part in parts if part.error), "")
+        return Graded([value for part in parts for value in part.scores], sum(part.failed for part in parts), error)
+
+    return scored
 
 
 # --- the answers -----------------------------------------------------------------------------------------------
@@ -203,10 +233,15 @@ PROBES: dict[str, Callable[[Sequence[CheckRow], int], str | None]] = {
 
 
 def _made(
-    name: str, make: Callable[[Sequence[CheckRow], int], str | None], rows: Sequence[CheckRow]
+    make: Callable[[Sequence[CheckRow], int], str | None], rows: Sequence[CheckRow], most: int | None
 ) -> tuple[list[CheckRow], list[str]]:
+    """Make an answer to each row, for which there is one; the first ones, of `most` characters in all."""
     made = [(row, make(rows, number)) for number, row in enumerate(rows)]
-    return [row for row, text in made if text is not None], [text for _, text in made if text is not None]
+    kept = [(row, text) for row, text in made if text is not None]
+    if most is not None:
+        ends = list(accumulate(len(text) for _, text in kept))
+        kept = kept[: max(1, bisect_right(ends, most))]
+    return [row for row, _ in kept], [text for _, text in kept]
 
 
 # --- the verdicts ----------------------------------------------------------------------------------------------

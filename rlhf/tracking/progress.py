@@ -17,7 +17,22 @@ from rich.text import Text
 from rlhf.tracking.metrics import format_duration, format_number, table_of
 
 SECONDS_BETWEEN_LINES = 10.0  # without a terminal, so that the log of a long run stays readable
+SECONDS_BETWEEN_SHARES = 30.0  # of a computation outside the steps
 RECENT = 20  # updates the speed is averaged over; evaluation and checkpoints count, the first compilation drops out
+
+
+def announced_share(announce: Callable[[str], None], what: str) -> Callable[[float], None]:
+    """Return a function that is told the share of `what` that is done, and announces it twice a minute."""
+    start = shown = time.monotonic()
+
+    def tell(share: float) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if share and now - shown >= SECONDS_BETWEEN_SHARES:
+            shown = now
+            announce(f"{what}: {share:.0%} computed, {format_duration((now - start) * (1 - share) / share)} left")
+
+    return tell
 
 
 class Progress:

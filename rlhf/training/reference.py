@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,12 +30,11 @@ from rlhf.models.export import weights_fingerprint
 from rlhf.models.kernels.packing import packing_unsupported_reason
 from rlhf.models.policy_models import Models
 from rlhf.section import cache_folder
-from rlhf.tracking.metrics import format_duration
+from rlhf.tracking.progress import announced_share
 from rlhf.training.offline import completion_logprobs
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
 
 CACHE_VERSION = 1  # of the file format and the meaning of the numbers; part of the key
-PROGRESS_S = 30.0  # between two lines about a long computation
 _NAME = "logprobs"
 RowsRead = Callable[[int], Sequence[int]]  # of a number of rows: the indices of those that the run reads
 
@@ -124,21 +122,7 @@ class ReferenceAnnotator:
         self.announce(  # a large data set takes time
             f"reference log-probs of {len(rows):,} completions: computed once, kept in {self.cache.folder}"
         )
-        return self._forward(rows, self._progress())
-
-    def _progress(self) -> Callable[[float], None]:
-        """Return a function that is told the share that is done, and announces it twice a minute."""
-        start = shown = time.monotonic()
-
-        def tell(share: float) -> None:
-            nonlocal shown
-            now = time.monotonic()
-            if share and now - shown >= PROGRESS_S:
-                shown = now
-                left = format_duration((now - start) * (1 - share) / share)
-                self.announce(f"reference log-probs: {share:.0%} computed, {left} left")
-
-        return tell
+        return self._forward(rows, announced_share(self.announce, "reference log-probs"))
 
     def _forward(
         self, rows: CompletionRows, progress: Callable[[float], None] = lambda share: None

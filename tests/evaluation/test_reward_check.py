@@ -103,6 +103,23 @@ def test_scores_by_length() -> None:
     assert checked(right, best=1.0).length_correlation is None
 
 
+def test_a_learned_reward_scores_a_part_of_the_long_answers_and_tells_the_share_that_is_done() -> None:
+    rows = [CheckRow(f"p{number}", {}, f"answer {number}") for number in range(70)]
+    shares: list[float] = []
+    calls: list[int] = []
+
+    def grade(subset: Sequence[CheckRow], texts: Sequence[str]) -> Graded:
+        calls.append(len(subset))
+        return Graded([float(text == row.reference) for row, text in zip(subset, texts, strict=True)])
+
+    result = check_reward("mine", rows, grade, is_learned=True, progress=shares.append)
+    counts = {probe.name: probe.rows for probe in result.probes}
+    # 40,000 characters are 10,000 words, and 2,040 the padding before the right answer
+    assert counts["10,000 words"] == 2 and counts["right, padded"] == 48 and counts["right"] == counts["empty"] == 70
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(1) and max(calls) == 32
+    assert {probe.rows for probe in check_reward("mine", rows, grade).probes} == {70}
+
+
 def written(folder: Path) -> str:
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
