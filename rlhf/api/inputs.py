@@ -96,12 +96,15 @@ class Inputs:
             text: the column of rows that are texts; None if they have to be dictionaries.
 
         Raises:
-            DataError: the rows are a DataFrame, which gives the names of its columns in their place.
+            DataError: the rows are a DataFrame, which gives the names of its columns in their place, or a DatasetDict.
         """
         if isinstance(rows, pd.DataFrame):
             raise DataError(f"{name} is a DataFrame: give its rows, df.to_dict('records')")
         if isinstance(rows, str | Path):
             return {"path": str(rows)}
+        if isinstance(rows, Mapping) and hasattr(rows, "column_names"):
+            split = next(iter(rows), "train")
+            raise DataError(f"{name} is a {type(rows).__name__}: give one of its splits, {name}[{split!r}]")
         if isinstance(rows, Mapping):
             return {"sources": self._sources(name, rows, text)} if _is_mixture(name, rows) else dict(rows)
         path = self.folder / "data" / f"{name}.jsonl"

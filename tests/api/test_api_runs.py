@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from runs import colored_prompts, make_model, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -395,6 +395,7 @@ def test_what_a_notebook_shows_of_an_interrupted_run(tmp_path: Path) -> None:
     "rows, message",
     [
         (pd.DataFrame(PAIRS), r"sft is a DataFrame: give its rows, df\.to_dict\('records'\)"),
+        (DatasetDict(train=Dataset.from_list(PAIRS)), r"sft is a DatasetDict: give one of its splits, sft\['train'\]"),
         (["good", "bad \ud800"], "sft: row 2 cannot be written as JSON"),
     ],
 )

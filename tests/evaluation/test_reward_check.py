@@ -115,8 +115,12 @@ def test_a_learned_reward_scores_a_part_of_the_long_answers_and_tells_the_share_
     result = check_reward("mine", rows, grade, is_learned=True, progress=shares.append)
     counts = {probe.name: probe.rows for probe in result.probes}
     # 40,000 characters are 10,000 words, and 2,040 the padding before the right answer
-    assert counts["10,000 words"] == 2 and counts["right, padded"] == 48 and counts["right"] == counts["empty"] == 70
-    assert shares == sorted(shares) and shares[-1] == pytest.approx(1) and max(calls) == 32
+    assert counts["10,000 words"] == 2
+    assert counts["right, padded"] == 48
+    assert counts["right"] == counts["empty"] == 70
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(1)
+    assert max(calls) == 32
     assert {probe.rows for probe in check_reward("mine", rows, grade).probes} == {70}
 
 
