@@ -60,7 +60,7 @@ class Completions(Prompts):
     finished: Bool[Tensor, " B"]  # ended by EOS, not by length
     group_size: int
     episode_actions: Bool[Tensor, "B T"] | None = None  # tokens that the policy drew; within completion_mask
-    episode_turns: Int[Tensor, "B T"] | None = None  # of an action token its turn, from 0
+    episode_turns: Int[Tensor, "B T"] | None = None  # of a token that the policy wrote its turn, from 0; -1: of another
     episode_rewards: Float[Tensor, "B T"] | None = None  # of a turn, on the last of its action tokens
     episode_stops: Int[Tensor, " B"] | None = None  # of each row its StopReason
     # which tokens could be drawn (algo.support.pack), if sampling leaves some out; None: all
@@ -77,8 +77,13 @@ class Completions(Prompts):
         return self.completion_mask if self.episode_actions is None else self.episode_actions
 
     @property
+    def counted(self) -> Bool[Tensor, " B"]:
+        """Return which rows count: all but episodes whose environment failed (environment.on_error=drop)."""
+        return self.action_mask.any(dim=1)
+
+    @property
     def turns(self) -> Int[Tensor, "B T"]:
-        """Return the turn of each action token, from 0."""
+        """Return the turn of each token that the policy wrote, from 0, also in an episode that does not count."""
         return torch.zeros_like(self.completion_ids) if self.episode_turns is None else self.episode_turns
 
     @property

@@ -90,6 +90,7 @@ def _print(comparison: PolicyComparison, console: Console) -> None:
         _print_line(console, f"at equal length {_at_equal_length(comparison.length_controlled)}")
         _print_line(console, f"mean score difference {comparison.difference}")
     if comparison.pairwise is not None:
+        basis = f"95 % interval, {len(comparison.rows)} prompts"
         for line in _pairwise_lines(comparison, comparison.pairwise, basis):
             _print_line(console, line)
     for note in comparison.notes:

@@ -287,7 +287,7 @@ def _final(done: Sequence[CellResult], start: Sequence[CellResult], spread: floa
         measures=_mean_measures(_judgments(done)),
         gain=gain,
         gain_in_std=Interval(gain.value / spread, gain.low / spread, gain.high / spread) if spread else None,
-        win_rate_over_start=bootstrap_crossed(wins),
+        win_rate_over_start=bootstrap_crossed(wins, shares=True),
         length_controlled_win_rate_over_start=length_controlled_win_rate(wins, longer),
         at_equal_kl=_at_equal_kl(done, level) if level is not None else None,
         costs=_mean_costs([result.costs for result in done if result.costs is not None]),
@@ -380,7 +380,7 @@ def _win_rate(
     return ArmWinRate(
         a=a_name,
         b=b_name,
-        rate=bootstrap_crossed(wins),
+        rate=bootstrap_crossed(wins, shares=True),
         length_controlled=length_controlled,
         difference=bootstrap_crossed(a_scores - b_scores),
         seeds=len(seeds),

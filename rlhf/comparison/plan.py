@@ -372,7 +372,7 @@ def _check_reference(train: TrainConfig, arm: str) -> None:
     if reference not in (None, start):
         raise ConfigError(
             f"arms.{arm}: reference.model={reference}, but every KL of a comparison is to the start model ({start}): "
-            "leave reference.model out, also of the base"
+            "set it to that model, or leave it out, also of the base"
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from math import exp, inf
+from math import exp, inf, nan
 
 import torch
 from jaxtyping import Bool, Float
@@ -42,8 +42,8 @@ class PolicyEvaluation:
     """The result of an evaluation: the metrics, and the completions they were computed from, scored by the judge."""
 
     metrics: dict[str, float]
-    rollout: Rollout  # a completion that no verifier applies to has the mean score of the others
-    scores: Scores  # of the judge; NaN if no verifier applies
+    rollout: Rollout  # a completion without a score has the mean of the others
+    scores: Scores  # of the judge; NaN if no verifier applies, or the environment of an episode failed
     exact_kl: Float[Tensor, " B"]  # nats, summed over the tokens of each completion; zero without a reference
 
     def records(
@@ -90,21 +90,28 @@ def evaluate_policy(
     )
     with models.engine.whole(models.policy, models.dtype):
         completions = concat([sampler.sample(batch, key=key, group_size=1) for batch in prompts])
-    scores = judge(completions)
+    scores = of_counted(completions, judge(completions))
     rollout, exact_kl = _score_rollout(completions, filled(scores), models, passes)
     metrics = _rollout_metrics(rollout, scores.values.isnan())
     if models.has_reference:
         metrics |= _reference_metrics(rollout, exact_kl)
     if proxy is not None:
-        metrics["eval/proxy"] = float(filled(proxy(completions)).values.double().mean())
+        proxies = filled(of_counted(completions, proxy(completions)))
+        metrics["eval/proxy"] = float(proxies.values.double().mean())
     if cost is not None:
         costs = cost(completions).values.double()
         metrics |= _mean_and_error("eval/cost", costs[~costs.isnan()])  # NaN: no verifier applies
     if greedy:
         with models.engine.whole(models.policy, models.dtype):
             most_likely = concat([sampler.sample(batch, key=key, group_size=1, greedy=True) for batch in prompts])
-        metrics["eval/score_greedy"] = float(filled(judge(most_likely)).values.double().mean())
+        greedy_scores = filled(of_counted(most_likely, judge(most_likely)))
+        metrics["eval/score_greedy"] = float(greedy_scores.values.double().mean())
     return PolicyEvaluation(metrics, rollout, scores, exact_kl)
+
+
+def of_counted(completions: Completions, scores: Scores) -> Scores:
+    """Take the score of an episode whose environment failed away: it becomes NaN."""
+    return replace(scores, values=scores.values.where(completions.counted, torch.nan))
 
 
 def filled(scores: Scores) -> Scores:
@@ -168,16 +175,17 @@ def _forward(
 def _rollout_metrics(rollout: Rollout, unjudged: Bool[Tensor, " B"]) -> dict[str, float]:
     """Compute the metrics that need no reference model.
 
-    Completions without a score do not count in the score's mean and standard deviation.
+    Completions without a score do not count in the score's mean and standard deviation, and an episode whose
+    environment failed in none.
     """
-    scores, mask = rollout.scores[~unjudged].double(), rollout.action_mask
-    episodes = {"eval/turns": Mean.of(turn_counts(rollout)).value} if rollout.has_episodes else {}
+    scores, mask, counted = rollout.scores[~unjudged].double(), rollout.action_mask, rollout.counted
+    episodes = {"eval/turns": Mean.of(turn_counts(rollout), counted).value} if rollout.has_episodes else {}
     return {
         "eval/score": float(scores.mean()),
         "eval/score_std": float(scores.std(correction=0)),
         **count_unjudged(unjudged),
-        "eval/length": Mean.of(mask.sum(dim=1)).value,
-        "eval/finished": Mean.of(rollout.finished).value,
+        "eval/length": Mean.of(mask.sum(dim=1), counted).value,
+        "eval/finished": Mean.of(rollout.finished, counted).value,
         **episodes,
         **diversity(rollout),
         "eval/entropy": Mean.of(-rollout.logprobs, mask).value,
@@ -193,15 +201,16 @@ def _reference_metrics(rollout: Rollout, exact_kl: Float[Tensor, " B"]) -> dict[
     """Compute the KL to the reference, sampled and exact, and the perplexity under it."""
     sampled = kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k1").double().sum(dim=1)
     return {
-        **_mean_and_error("eval/kl", sampled),
-        **_mean_and_error("eval/kl_exact", exact_kl),
+        **_mean_and_error("eval/kl", sampled[rollout.counted]),
+        **_mean_and_error("eval/kl_exact", exact_kl[rollout.counted]),
         "eval/reference_perplexity": perplexity(rollout.ref_logprobs, rollout.action_mask),
     }
 
 
 def _mean_and_error(name: str, values: Float[Tensor, " B"]) -> dict[str, float]:
-    """Compute the mean over completions and its standard error, under `name` and `name`_se."""
-    return {name: float(values.mean()), f"{name}_se": float(values.std(correction=0) / len(values) ** 0.5)}
+    """Compute the mean over completions and its standard error, under `name` and `name`_se; NaN for a single one."""
+    error = float(values.std() / len(values) ** 0.5) if len(values) > 1 else nan
+    return {name: float(values.mean()), f"{name}_se": error}
 
 
 def perplexity(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> float:

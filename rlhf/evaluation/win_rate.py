@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +14,7 @@ from torch.nn.functional import softplus
 from rlhf.runtime.seeding import generator
 from rlhf.tracking.metrics import format_interval
 
+Z95 = 1.959963984540054  # the 97.5 % quantile of the standard normal
 RESAMPLES = 2000
 RESAMPLES_AT_ONCE = 250  # regressions fitted together; affects memory only
 DRAWS_AT_ONCE = 2**22  # indices drawn together; affects memory only
@@ -53,7 +54,22 @@ def outcomes(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> Float[Te
 
 def win_rate(a: Float[Tensor, " N"], b: Float[Tensor, " N"]) -> Interval:
     """Compute the share of prompts on which A scores higher than B; a tie counts half."""
-    return bootstrap(outcomes(a, b))
+    return bootstrap(outcomes(a, b), shares=True)
+
+
+def wilson(successes: int | float, total: int) -> tuple[float, float]:
+    """Compute the 95 % score interval of a share (Wilson 1927); `successes` may count a tie half.
+
+    (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n),   p = successes / n
+    """
+    assert 0 <= successes <= total, (successes, total)
+    assert total, "no rows"
+    share, z2 = successes / total, Z95**2
+    center = share + z2 / (2 * total)
+    half = Z95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
+    scale = 1 + z2 / total
+    low, high = (center - half) / scale, (center + half) / scale
+    return max(0.0, min(low, share)), min(1.0, max(high, share))  # rounding may put 1 of 1 above its interval
 
 
 def length_controlled_win_rate(wins: Float[Tensor, "S P"], longer: Float[Tensor, "S P"]) -> LengthControlled:
@@ -133,22 +149,32 @@ def fit_logistic(
 
 
 def mean_difference(a: Float[Tensor, " N"], b: Float[Tensor, " N"]) -> Interval:
-    """Compute the mean of A - B, paired by prompt."""
-    return bootstrap(a.double() - b.double())
+    """Compute the mean of A - B, paired by prompt; of a single prompt the interval is unbounded."""
+    difference = bootstrap(a.double() - b.double())
+    is_single = int((~(a - b).isnan()).sum()) == 1
+    return replace(difference, low=-math.inf, high=math.inf) if is_single else difference
 
 
-def bootstrap(values: Float[Tensor, " N"], *, seed: int = 0) -> Interval:
+def bootstrap(values: Float[Tensor, " N"], *, seed: int = 0, shares: bool = False) -> Interval:
     """Compute the mean of `values` and its 95 % percentile interval over 2,000 resamples with replacement.
 
-    A NaN is left out; if there is nothing else, the interval is NaN.
+    A NaN is left out; if there is nothing else, the interval is NaN. If all values are 0 or all are 1, so are all
+    resamples: then `shares` have Wilson's interval.
     """
     values_f64 = values.double()
     values_f64 = values_f64[~values_f64.isnan()]
     if not len(values_f64):
         return NO_INTERVAL
     means = torch.cat([values_f64[rows].mean(dim=1) for rows in resamples(len(values_f64), seed=seed)])
+    return _interval(float(values_f64.mean()), means, len(values_f64) if shares else None)
+
+
+def _interval(value: float, means: Float[Tensor, " R"], rows: int | None) -> Interval:
+    """Return the percentile interval of the means of resamples, or Wilson's of none or all of `rows`."""
+    if rows is not None and value in (0.0, 1.0):
+        return Interval(value, *wilson(value * rows, rows))
     low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(float(values_f64.mean()), low, high)
+    return Interval(value, low, high)
 
 
 def resamples(count: int, *, seed: int = 0, key: str = "bootstrap") -> Iterator[Int[Tensor, "R N"]]:
@@ -164,13 +190,13 @@ def resamples(count: int, *, seed: int = 0, key: str = "bootstrap") -> Iterator[
         yield torch.randint(count, (size, count), generator=random)
 
 
-def bootstrap_crossed(values: Float[Tensor, "S P"]) -> Interval:
+def bootstrap_crossed(values: Float[Tensor, "S P"], *, shares: bool = False) -> Interval:
     """Compute the mean of `values` [seeds, prompts] and its interval, resampling seeds and prompts independently.
 
     All seeds share the prompts, so the two are crossed: each of the 2,000 resamples draws S seeds and P prompts with
     replacement and takes the mean over all their pairs (Owen 2007). With one seed this is the interval over prompts;
     with two or three, the variance between seeds is only roughly estimated. A NaN is left out of every mean; if
-    there is nothing else, the interval is NaN.
+    there is nothing else, the interval is NaN. `shares` as in `bootstrap`, over prompts.
     """
     values_f64 = values.double()
     known = ~values_f64.isnan()
@@ -183,8 +209,8 @@ def bootstrap_crossed(values: Float[Tensor, "S P"]) -> Interval:
         ]
     )
     means = means[~means.isnan()]  # a resample of missing values alone
-    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(float(values_f64[known].mean()), low, high)
+    prompts = int(known.any(dim=0).sum())
+    return _interval(float(values_f64[known].mean()), means, prompts if shares else None)
 
 
 def _crossed_mean(

@@ -46,7 +46,7 @@ from rlhf.suites.suite import Suite, SuiteContext
 from rlhf.tracking.run_folder import versions, write_atomically
 from rlhf.tracking.trackers import to_json
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
-from rlhf.types import Completions, Scores
+from rlhf.types import Completions, Scores, StopReason
 
 START = "start"  # the value of --against that names the model the run started from
 
@@ -71,7 +71,7 @@ class PolicyComparison:
     `win_rate`, `length_controlled` and `difference` are None if there are no scores.
     """
 
-    prompts: int
+    prompts: int  # for which both have a score
     against: str
     run: dict[str, float]
     reference: dict[str, float]
@@ -123,7 +123,7 @@ def compare_models(config: TrainConfig, run: str, against: str) -> PolicyCompari
         raise DataError(f"there is no held-out prompt on which a verifier applies to both {run} and {against}")
     verdicts = judge(after.texts.prompts, after.texts.completions, before.texts.completions) if judge else None
     return PolicyComparison(
-        prompts=len(a),
+        prompts=int((~(a - b).isnan()).sum()),
         against=against,
         run=after.evaluation.metrics,
         reference=before.evaluation.metrics,
@@ -132,8 +132,19 @@ def compare_models(config: TrainConfig, run: str, against: str) -> PolicyCompari
         difference=mean_difference(a, b) if scored else None,
         pairwise=_pairwise(judge, verdicts, length_difference) if judge and verdicts else None,
         rows=_rows(after, before, verdicts) if verdicts else [],
-        notes=(*rounded_models(run, against), *rounded_inputs(config)),
+        notes=(
+            *_failed_episodes(run, after),
+            *_failed_episodes("the reference" if against == START else against, before),
+            *rounded_models(run, against),
+            *rounded_inputs(config),
+        ),
     )
+
+
+def _failed_episodes(name: str, side: _Side) -> list[str]:
+    stops = side.evaluation.rollout.stops
+    failed = int((stops == StopReason.ERROR).sum())
+    return [f"the environment failed in {failed} of {len(stops)} episodes of {name}"] if failed else []
 
 
 def _side(config: TrainConfig, path: str | None, tokenizer_from: str, *, with_reference: bool = True) -> _Side:
@@ -170,7 +181,7 @@ def _pair_judge(config: TrainConfig) -> PairJudge | None:
 def _pairwise(judge: PairJudge, verdicts: Verdicts, length_difference: Float[Tensor, " N"]) -> PairwiseComparison:
     return PairwiseComparison(
         judge=judge.model.config.model,
-        win_rate=bootstrap(verdicts.wins),
+        win_rate=bootstrap(verdicts.wins, shares=True),
         length_controlled=length_controlled_win_rate(verdicts.wins[None], length_difference[None]),
         inconsistent=verdicts.inconsistent,
         first_shown=verdicts.first_shown,

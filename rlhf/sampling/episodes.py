@@ -80,12 +80,11 @@ class Episode:
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
         self.is_action += [False] * len(ids)
-        self.turns += [0] * len(ids)
+        self.turns += [-1] * len(ids)
 
     def forget(self) -> None:
-        """Leave the episode out of everything that is learned: it keeps its tokens, and none is an action."""
+        """Leave the episode out of everything that is learned: none of its tokens is an action."""
         self.is_action = [False] * len(self.ids)
-        self.rewards.clear()
 
 
 @dataclass

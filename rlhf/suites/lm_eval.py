@@ -22,9 +22,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from rlhf.data.pairs import CompletionRows
 from rlhf.errors import ConfigError, DataError
+from rlhf.evaluation.win_rate import Z95
 from rlhf.runtime.seeding import derive_seed
 from rlhf.suites.harness import HarnessSuite
-from rlhf.suites.metrics.accuracy import Z95
 from rlhf.suites.questions import Estimate, SuiteResult
 from rlhf.suites.subject import Subject, cut_at_stop
 

@@ -380,7 +380,7 @@ eval/score            | score    | mean score of the judge on held-out prompts, 
     headline: 1 Mean held-out score; summary: 1; compare/curve: 1 Judge's score; compare/end: 1 score
 eval/score_std        | score    | its standard deviation over prompts
     chart/score: 4
-eval/unjudged         | count    | held-out completions without a score: no verifier applies; absent if there are none
+eval/unjudged         | count    | completions that no verifier applies to, or whose environment failed; absent if none
     better: lower
 eval/score_greedy     | score    | mean score of greedy completions of held-out prompts
     better: higher; chart/score: 2

@@ -98,18 +98,33 @@ def _draw(run: OnlineRun, step: int) -> Draw:
             with phase("sample"):
                 answers = under_prompts(sample(asked), prompts)
             with phase("score"):
-                return answers, run.reward(answers)
+                return answers, fill_failed(answers, run.reward(answers))
         if run.config.overlap.reward_parts > 1:
             with phase("sample"):
-                return sample_and_score_in_parts(
+                completions, scores = sample_and_score_in_parts(
                     prompts, sample, run.reward, parts=run.config.overlap.reward_parts, device=run.models.device
                 )
+            return completions, fill_failed(completions, scores)
         with phase("sample"):
             completions = sample(prompts) if run.ahead is None else run.ahead.take(step)
         with phase("score"):
-            return completions, run.reward(completions)
+            return completions, fill_failed(completions, run.reward(completions))
 
     return draw
+
+
+def fill_failed(completions: Completions, scores: Scores) -> Scores:
+    """Give an episode whose environment failed the mean of its group, or of all if the whole group failed.
+
+    So the failure moves no mean, and the row is neither the best nor the worst of its group. It has no loss.
+    """
+    counted = completions.counted
+    if bool(counted.all()):
+        return scores
+    known = scores.values.where(counted, torch.nan)
+    filled = fill_missing(known, completions.group_size)
+    filled = filled.where(~filled.isnan(), fill_missing(known, len(known)).nan_to_num(0.0))
+    return replace(scores, values=scores.values.where(counted, filled))
 
 
 def _refill(run: OnlineRun, step: int, number: int) -> Prompts:

@@ -183,7 +183,7 @@ def sample_records(
                 "row": int(rollout.row_ids[row]),
                 "prompt": prompt if isinstance(prompt, str) else decode(_live_prompt(rollout, row)),
                 "completion": decode(rollout.completion_ids[row, :length].tolist()),
-                "score": float(rollout.scores[row]),
+                "score": float(rollout.scores[row]) if bool(rollout.counted[row]) else None,
                 "parts": part_record(parts or {}, row),
                 "kl": float(sequence_kl[row]),
                 "length": length,
@@ -192,7 +192,7 @@ def sample_records(
         )
         stop = StopReason(int(rollout.stops[row]))
         if stop is not StopReason.NONE:
-            length = int(rollout.action_mask[row].sum())
+            length = int((rollout.turns[row, :length] >= 0).sum())
             episode = {"stop": stop.name.lower(), "turns": transcript(rollout, row, decode), "length": length}
             records[-1] |= episode
     return records
@@ -215,21 +215,21 @@ def _live_prompt(rollout: Rollout, row: int) -> list[int]:
 
 def rollout_metrics(experience: Experience, scores: Scores, models: Models, algorithm: Online) -> Metrics:
     """Compute the metrics of a step that do not depend on its update; KLs leave out hinted completions."""
-    mask = experience.action_mask
+    mask, counted = experience.action_mask, experience.counted
     values = fill_missing(scores.parts.get(REWARD, experience.scores).double(), experience.group_size)
     metrics = Metrics(
         {
-            "score/mean": Mean.of(values),
-            "completion/length": Mean.of(mask.sum(dim=1)),
-            "completion/finished": Mean.of(experience.finished),
-            "reward/kl_penalty": Mean.of(_penalties(experience)),
+            "score/mean": Mean.of(values, counted),
+            "completion/length": Mean.of(mask.sum(dim=1), counted),
+            "completion/finished": Mean.of(experience.finished, counted),
+            "reward/kl_penalty": Mean.of(_penalties(experience), counted),
         }
     )
     if not models.update_gives_old_logprobs:  # else the update's pass measures them
         metrics.update(logprob_metrics(experience, models))
     if not experience.has_episodes:  # which often begin alike: the task is in the seed
         metrics.update(_duplicates(experience))
-    metrics.add("score/std", float(values.std(correction=0)))
+    metrics.add("score/std", float(values[counted].std(correction=0)))
     metrics.merge(_advantage_metrics(experience, algorithm))
     if "raw" in scores.parts:
         raw = fill_missing(scores.parts["raw"], experience.group_size)
@@ -283,7 +283,7 @@ def logprob_metrics(experience: Experience, models: Models) -> dict[str, Mean]:
     per_token = per_token * token_ratios(experience.logprobs, experience.sampler_logprobs, mask)
     if models.has_reference:
         sequence_kl = torch.where(experience.action_mask, per_token, 0.0).sum(dim=1)
-        metrics["kl/reference"] = Mean.of(sequence_kl, ~experience.hinted)
+        metrics["kl/reference"] = Mean.of(sequence_kl, ~experience.hinted & experience.counted)
         if models.reference_is_teacher and models.teacher is None:
             metrics["kl/teacher"] = Mean.of(per_token, mask)
             metrics["kl/teacher_sequence"] = metrics["kl/reference"]
@@ -363,15 +363,13 @@ def episode_metrics(completions: Completions) -> Metrics:
 def transcript(completions: Completions, row: int, decode: Callable[[Sequence[int]], str]) -> list[dict[str, object]]:
     """Return an episode as its parts in order: who wrote each, its text, and of an action its turn and reward."""
     length = int(completions.completion_mask[row].sum())
-    ids, actions = completions.completion_ids[row, :length].tolist(), completions.action_mask[row, :length].tolist()
-    turns, rewards = completions.turns[row].tolist(), completions.turn_rewards[row].tolist()
-    keys = [(is_action, turns[place] if is_action else -1) for place, is_action in enumerate(actions)]
+    ids, rewards = completions.completion_ids[row, :length].tolist(), completions.turn_rewards[row].tolist()
     parts: list[dict[str, object]] = []
     start = 0
-    for (is_action, turn), run in groupby(keys):
+    for turn, run in groupby(completions.turns[row, :length].tolist()):
         end = start + len(list(run))
-        part: dict[str, object] = {"by": "policy" if is_action else "environment", "text": decode(ids[start:end])}
-        parts.append(part | ({"turn": turn + 1, "reward": rewards[end - 1]} if is_action else {}))
+        part: dict[str, object] = {"by": "policy" if turn >= 0 else "environment", "text": decode(ids[start:end])}
+        parts.append(part | ({"turn": turn + 1, "reward": rewards[end - 1]} if turn >= 0 else {}))
         start = end
     return parts
 
@@ -405,7 +403,7 @@ def _scores_by_source(experience: Experience, scores: Float[Tensor, " B"]) -> di
     """Average the scores of the completions of each source's prompts; empty if the prompts are no mixture."""
     names = [reference.get(SOURCE) for reference in experience.references]
     return {
-        f"source/score/{name}": Mean.of(scores, torch.tensor([other == name for other in names]))
+        f"source/score/{name}": Mean.of(scores, experience.counted & torch.tensor([other == name for other in names]))
         for name in dict.fromkeys(names)
         if name is not None
     }

@@ -23,7 +23,7 @@ from rlhf.experience import compute_advantages
 from rlhf.sampling.episodes import EpisodeSampler
 from rlhf.sampling.fast import prefix_cache
 from rlhf.training.annotate import annotate
-from rlhf.training.collect import sample_and_score
+from rlhf.training.collect import fill_failed, sample_and_score
 from rlhf.training.online_run import OnlineRun
 from rlhf.types import Completions, StopReason
 
@@ -216,8 +216,10 @@ def test_a_failing_environment_is_counted_and_nothing_else_is_lost(
     assert torch.equal(rows.action_mask[others][:, :width], whole.action_mask[others][:, :width])
     assert torch.equal(rows.turn_rewards[others][:, :width], whole.turn_rewards[others][:, :width])
     assert "1 of 16 episodes failed" in notes[0]
-    scores = run.reward(rows).values
-    assert torch.isclose(scores[failed], scores[~failed].mean()).all()
+    scores = run.reward(rows)
+    assert scores.values[failed].isnan().all()
+    values = fill_failed(rows, scores).values
+    assert torch.isclose(values[failed], values[~failed].mean()).all()
     _close(run)
 
 

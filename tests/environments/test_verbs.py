@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import runs
@@ -70,3 +71,32 @@ def test_chat_shows_episodes(run_folder: Path, tmp_path: Path, capsys: pytest.Ca
     (plain / "config.yaml").write_text(yaml.safe_dump(settings))
     with pytest.raises(ConfigError, match="without an environment"):
         run_episodes(str(plain), 1, seed=1, greedy=False, console=console)
+
+
+def test_an_episode_that_failed_counts_in_no_mean_and_is_shown_as_it_was(tmp_path: Path) -> None:
+    settings = tree(tmp_path, "Broken", kwargs={"how": "raise"})
+    settings["data"]["eval_prompts"] = {"path": str(runs.prompts_file(tmp_path)), "limit": 16}
+    settings |= {"eval": {"every": 1, "samples": 16}, "schedule": {"steps": 1}}
+    settings["batch"] |= {"prompts_per_step": 16}
+    (tmp_path / "agent.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["train", str(tmp_path / "agent.yaml"), "logging.samples=16"]) == 0
+    run = tmp_path / "run"
+    start, step = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:2])
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    for split, at, prefix in (("train", 1, ""), ("eval", 0, "eval/")):
+        rows = [sample for sample in samples if sample["split"] == split and sample["step"] == at]
+        failed = [row for row in rows if row["stop"] == "error"]
+        live = [row for row in rows if row["stop"] != "error"]
+        assert len(rows) == 16
+        assert len(failed) == 1
+        assert failed[0]["score"] is None
+        assert failed[0]["length"] > 0
+        assert failed[0]["turns"][0]["by"] == "policy"
+        metrics = start if prefix else step
+        length, score = ("eval/length", "eval/score") if prefix else ("completion/length", "score/mean")
+        assert metrics[length] == pytest.approx(fmean(row["length"] for row in live))
+        assert metrics[score] == pytest.approx(fmean(row["score"] for row in live))
+    assert start["eval/unjudged"] == 1
+    assert start["eval/turns"] == pytest.approx(fmean(len([p for p in row["turns"] if "turn" in p]) for row in live))
+    assert step["score/mean"] == pytest.approx(step["env/return"])
+    assert step["reward/kl_penalty"] == pytest.approx(0, abs=1e-6)

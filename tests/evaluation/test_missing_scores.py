@@ -101,3 +101,19 @@ def test_nothing_but_missing_scores_has_no_interval() -> None:
     nothing = torch.full((2, 3), NAN, dtype=torch.float64)
     for interval in (bootstrap(nothing[0]), bootstrap_crossed(nothing)):
         assert [math.isnan(number) for number in (interval.value, interval.low, interval.high)] == [True] * 3
+
+
+def test_wins_alone_leave_the_share_uncertain() -> None:
+    better, worse = torch.arange(5) + 1.0, torch.arange(5) * 1.0
+    assert win_rate.win_rate(better, worse) == Interval(1.0, *win_rate.wilson(5, 5))
+    assert win_rate.wilson(5, 5)[0] == pytest.approx(0.5655, abs=1e-4)  # z² / (5 + z²) less than 1
+    assert win_rate.win_rate(better, better) == Interval(0.5, 0.5, 0.5)  # one model beside itself
+    of_seeds = bootstrap_crossed(torch.tensor([[0.0, 0, 0, NAN], [0, 0, 0, NAN]]), shares=True)
+    assert of_seeds == Interval(0.0, *win_rate.wilson(0, 3))  # seeds share the prompts
+    mixed = bootstrap(outcomes(better, worse.flip(0)))
+    assert win_rate.win_rate(better, worse.flip(0)) == mixed
+
+
+def test_one_prompt_says_nothing_of_the_spread_of_differences() -> None:
+    single = win_rate.mean_difference(torch.tensor([2.0, 1.0]), torch.tensor([1.5, NAN]))
+    assert single == Interval(0.5, -math.inf, math.inf)

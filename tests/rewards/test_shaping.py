@@ -14,6 +14,7 @@ from tiny_models import completions_of
 from rlhf.errors import RewardError
 from rlhf.rewards.environment import episode_returns
 from rlhf.rewards.shaping import ShapedReward, ShapingConfig, overlong_share
+from rlhf.training.collect import fill_failed
 from rlhf.types import Completions, Scores
 
 
@@ -54,7 +55,12 @@ def test_an_episode_whose_environment_failed_stays_at_the_mean_of_its_group() ->
     actions = rows.completion_mask & torch.tensor([True, True, False, True])[:, None]  # the third one failed
     rows = replace(rows, episode_actions=actions, episode_rewards=actions * torch.tensor([[3.0], [0.0], [7.0], [0.0]]))
     reward = ShapedReward(episode_returns, ShapingConfig(missing_eos_penalty=4.0), max_new_tokens=10)
-    assert reward(replace(rows, group_size=4)).values.tolist() == [9.0, -4.0, 3.0, 0.0]
+    rows = replace(rows, group_size=4)
+    values = reward(rows).values
+    assert values[2].isnan()
+    assert fill_failed(rows, Scores(values=values, parts={})).values.tolist() == pytest.approx([9, -4, 5 / 3, 0])
+    alone = fill_failed(replace(rows, group_size=1), Scores(values=values, parts={}))
+    assert alone.values.tolist() == pytest.approx([9, -4, 5 / 3, 0])
 
 
 def test_the_overlong_penalty_by_hand() -> None:

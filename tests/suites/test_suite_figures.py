@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf.evaluation.win_rate import wilson
 from rlhf.suites.metrics import compute
-from rlhf.suites.metrics.accuracy import wilson
 from rlhf.suites.metrics.pass_at_k import pass_at_k
 from rlhf.suites.metrics.win_rate import wins
 from rlhf.suites.questions import mean

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import evaluate
 
-from rlhf.suites.metrics.accuracy import wilson
+from rlhf.evaluation.win_rate import wilson
 from rlhf.suites.metrics.win_rate import wins
 from rlhf.suites.questions import mean
 

@@ -12,7 +12,7 @@ from rlhf.evaluation.win_rate import bootstrap
 from rlhf.suites.questions import mean
 
 DESCRIPTION = """The share of prompts on which A is scored above B, a tie counting half, with its 95 % interval by
-bootstrap over the prompts (2,000 resamples)."""
+bootstrap over the prompts (2,000 resamples); of wins or losses alone, the interval of Wilson (1927)."""
 
 
 class WinRate(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
@@ -30,7 +30,7 @@ class WinRate(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
         self, predictions: list[float], references: list[float], bootstrap_seed: int = 0
     ) -> dict[str, float | list[float]]:
         outcomes = wins(predictions, references)
-        interval = bootstrap(torch.tensor(outcomes, dtype=torch.float64), seed=bootstrap_seed)
+        interval = bootstrap(torch.tensor(outcomes, dtype=torch.float64), seed=bootstrap_seed, shares=True)
         return {
             "win_rate": mean(outcomes),
             "low": interval.low,
