@@ -253,18 +253,21 @@ def _right_probe(
     values = [value for value in graded.scores if value is not None]
     level: Level = "ok"
     problem, example = "", None
-    missed = [
+    less = [
         row
         for row, value in zip(rows, graded.scores, strict=True)
-        if value is None or (best is not None and value < best - TOLERANCE)
+        if value is not None and best is not None and value < best - TOLERANCE
     ]
+    missed = less + [row for row, value in zip(rows, graded.scores, strict=True) if value is None]
     if graded.failed:
         level, problem = "fail", graded.failure(" right answers")
     elif graded.scores != again.scores:
         level, problem = "fail", "the same answers earn other scores the second time: a resumed run would differ"
     elif missed and not is_learned:
-        applies = "earn less than the best score" if values else "are not graded: the reward applies to no row"
-        level, problem = "fail", f"{len(missed)} of {len(rows)} right answers {applies}"
+        found = "earn less than the best score" if less else "are not graded: the reward applies to no row"
+        if values and len(missed) > len(less):
+            found = f"{found}, or are not graded" if less else "are not graded: the reward does not apply to the row"
+        level, problem = "fail", f"{len(missed)} of {len(rows)} right answers {found}"
         example = (missed[0].prompt, missed[0].reference or "")
     return _probe("right", values, [1.0] * len(values), level, problem, example)
 
