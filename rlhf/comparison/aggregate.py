@@ -233,7 +233,8 @@ def with_known_kl(
         step: the step of its final model; None: the last one.
     """
     end = evaluations[-1].step if evaluations and step is None else step
-    known = {end: {name: judged.get(MEASURES[name]) for name in KLS}, 0: dict.fromkeys(KLS, 0.0)}
+    known: dict[int | None, Mapping[str, float | None]] = {end: {name: judged.get(MEASURES[name]) for name in KLS}}
+    known[0] = dict.fromkeys(KLS, 0.0)
     return [
         replace(row, measures=replace(row.measures, **known[row.step]))
         if row.measures.kl is None and row.step in known
