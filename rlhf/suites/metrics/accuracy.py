@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 
 import datasets
 import evaluate
-
-from rlhf.suites.questions import mean
 
 DESCRIPTION = """The mean of one verdict per independent row: 1 for right, 1/2 for a tie, 0 for wrong. With the 95 %
 interval of Wilson (1927)."""
@@ -27,7 +26,7 @@ class Accuracy(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
 
     def _compute(self, predictions: list[float]) -> dict[str, float]:
         low, high = wilson(sum(predictions), len(predictions))
-        return {"accuracy": mean(predictions), "low": low, "high": high}
+        return {"accuracy": fmean(predictions), "low": low, "high": high}
 
 
 def wilson(successes: int | float, total: int) -> tuple[float, float]:
