@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from math import nan
 from typing import Any
 
@@ -115,14 +116,9 @@ class OfflineEvaluation:
 
     def __call__(self, step: int) -> dict[str, float]:
         """Evaluate the current policy; return the metrics."""
-        if self.ema is None:
-            return self._evaluate(step)
-        with self.ema.applied():
-            return self._evaluate(step)
-
-    def _evaluate(self, step: int) -> dict[str, float]:
         self.rows = {}
-        metrics = self.held_out(self.rows) | (self.prompts(step) if self.prompts is not None else {})
+        with self.ema.applied() if self.ema is not None else nullcontext():
+            metrics = self.held_out(self.rows) | (self.prompts(step) if self.prompts is not None else {})
         self.rows |= self.prompts.rows if self.prompts is not None else {}
         return metrics
 
