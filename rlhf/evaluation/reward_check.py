@@ -265,10 +265,10 @@ def _right_probe(
     elif graded.scores != again.scores:
         level, problem = "fail", "the same answers earn other scores the second time: a resumed run would differ"
     elif missed and not is_learned:
-        shortfall = "earn less than the best score" if less else "are not graded: the reward applies to no row"
+        lack = "earn less than the best score" if less else "are not graded: the reward applies to no row"
         if values and len(missed) > len(less):
-            shortfall = f"{shortfall}, or are not graded" if less else "are not graded: the reward does not apply to the row"
-        level, problem = "fail", f"{len(missed)} of {len(rows)} right answers {shortfall}"
+            lack = f"{lack}, or are not graded" if less else "are not graded: the reward does not apply to the row"
+        level, problem = "fail", f"{len(missed)} of {len(rows)} right answers {lack}"
         example = (missed[0].prompt, missed[0].reference or "")
     return _probe("right", values, [1.0] * len(values), level, problem, example)
 
