@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from statistics import fmean
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -13,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhf.comparison.costs import COSTS, Costs
+from rlhf.comparison.pairs import PAIRS
 from rlhf.comparison.plan import Cell, CellPlan
 from rlhf.comparison.results import (
     MEASURES,
@@ -42,7 +44,7 @@ from rlhf.comparison.trial import (
     summarize_suites,
 )
 from rlhf.comparison.tuning.run import read_tuning
-from rlhf.config.compare import START_FOLDER
+from rlhf.config.compare import START_FOLDER, CellConfig
 from rlhf.evaluation.frontier import score_at_kl
 from rlhf.evaluation.win_rate import (
     Interval,
@@ -78,7 +80,8 @@ class CellResult:
 
 def read_cells(plan: CellPlan) -> list[CellResult]:
     """Read the folder of every cell; one that cannot be compared with the start model has no judgment."""
-    return comparable([_read(cell) for cell in plan.cells])
+    pairs = {PAIRS} if plan.config.pairs is not None else set()
+    return comparable([_read(cell, {*cell.config.suites, *pairs}) for cell in plan.cells])
 
 
 def comparable(cells: Sequence[CellResult]) -> list[CellResult]:
@@ -180,55 +183,64 @@ def _judgments(cells: Sequence[CellResult]) -> list[Judgment]:
     return [result.judged for result in cells if result.judged is not None]
 
 
-def _read(cell: Cell) -> CellResult:
+def _read(cell: Cell, suites: Container[str]) -> CellResult:
+    """Read the folder of a cell, with the results of these suites: others are of suites that were left out since."""
     costs = {row["step"]: Costs.of(row) for row in read_jsonl(cell.folder / COSTS)}
     judged = Judgment.read(cell.folder)
-    evaluations = _read_evaluations(cell, costs)
+    metrics = RunFolder(cell.folder).read_metrics() if cell.config.budget is not None else []
+    evaluations = _evaluations(cell, metrics, costs)
     return CellResult(
         cell=cell,
         judged=judged,
         error=failure_of(cell.folder),
-        evaluations=with_known_kl(evaluations, judged.metrics if judged is not None else {}),
+        evaluations=with_known_kl(evaluations, judged.metrics if judged is not None else {}, _best_step(cell, metrics)),
         costs=costs[max(costs)] if costs else None,
-        suites=read_suites(cell.folder),
+        suites={name: scores for name, scores in read_suites(cell.folder).items() if name in suites},
         peak_memory_mb=max((row["peak_memory_mb"] for row in RunFolder(cell.folder).read_timings()), default=None),
     )
 
 
-def _read_evaluations(cell: Cell, costs: Mapping[int, Costs]) -> list[Evaluation]:
-    """Read the evaluations of a run from its metrics; none of a cell that trains nothing."""
+def _best_step(cell: Cell, metrics: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the step of the best checkpoint if a run ends with that; None if it ends with its last step."""
+    best = cell.config.train.checkpoint.best
+    steps = [int(row["best/step"]) for row in metrics if row.get("best/step") is not None]
+    return steps[-1] if steps and best is not None and best.restore else None
+
+
+def _evaluations(cell: Cell, metrics: Sequence[Mapping[str, Any]], costs: Mapping[int, Costs]) -> list[Evaluation]:
+    """Return the evaluations among the metrics of a run."""
     return [
         Evaluation(
             arm=cell.arm,
             seed=cell.seed,
-            step=metrics["step"],
-            measures=Measures.of_metrics(metrics),
-            costs=costs.get(metrics["step"], Costs()),
+            step=row["step"],
+            measures=Measures.of_metrics(row),
+            costs=costs.get(row["step"], Costs()),
         )
-        for metrics in (RunFolder(cell.folder).read_metrics() if cell.config.budget is not None else [])
-        if metrics.get("eval/score") is not None
+        for row in metrics
+        if row.get("eval/score") is not None
     ]
 
 
-def with_known_kl(evaluations: list[Evaluation], judged: Mapping[str, float | None]) -> list[Evaluation]:
-    """Fill in KLs that a run did not measure: 0 at its start, and at its end the KL of the judged model.
+def with_known_kl(
+    evaluations: list[Evaluation], judged: Mapping[str, float | None], step: int | None = None
+) -> list[Evaluation]:
+    """Fill in KLs that a run did not measure: 0 at its start, and the KL of the judged model.
 
     Args:
         evaluations: of one run, in order.
         judged: the metrics of its final model; empty if it has not been judged.
+        step: the step of its final model; None: the last one.
     """
-    if not evaluations:
-        return evaluations
-    first, *others = evaluations
-    if first.step == 0 and first.measures.kl is None:
-        first = _with_kls(first, dict.fromkeys(KLS, 0.0))
-    if others and others[-1].measures.kl is None:
-        others[-1] = _with_kls(others[-1], {name: judged.get(MEASURES[name]) for name in KLS})
-    return [first, *others]
-
-
-def _with_kls(evaluation: Evaluation, kls: Mapping[str, float | None]) -> Evaluation:
-    return replace(evaluation, measures=replace(evaluation.measures, **kls))
+    end = evaluations[-1].step if evaluations and step is None else step
+    known: dict[int | None, Mapping[str, float | None]] = {end: {name: judged.get(MEASURES[name]) for name in KLS}}
+    known[0] = dict.fromkeys(KLS, 0.0)
+    return [
+        replace(row, measures=replace(row.measures, **known[row.step]))
+        if row.measures.kl is None and row.step in known
+        else row
+        for row in evaluations
+    ]
 
 
 def _start_model(start: Sequence[CellResult]) -> StartModel:
@@ -258,11 +270,16 @@ def _arm(
         kl_is_bound=best_of_n is not None,
         status=_status(cells),
         peak_memory_mb=max(peaks, default=None),
-        eval_prompts=config.train.eval.prompts if best_of_n is None else None,
+        eval_prompts=_eval_prompts(config),
         seeds=tuple(_seed(name, result, start) for result in cells),
         final=_final(done, start, spread, level) if done else None,
         suites=_suites(done, start),
     )
+
+
+def _eval_prompts(config: CellConfig) -> int | None:
+    """Return the most held-out prompts, the first of all, of an evaluation in training; None: all."""
+    return config.train.eval.prompts if config.best_of_n is None else None
 
 
 def _seed(name: str, result: CellResult, start: Sequence[CellResult]) -> SeedResult:
@@ -289,7 +306,7 @@ def _final(done: Sequence[CellResult], start: Sequence[CellResult], spread: floa
         gain_in_std=Interval(gain.value / spread, gain.low / spread, gain.high / spread) if spread else None,
         win_rate_over_start=bootstrap_crossed(wins, shares=True),
         length_controlled_win_rate_over_start=length_controlled_win_rate(wins, longer),
-        at_equal_kl=_at_equal_kl(done, level) if level is not None else None,
+        at_equal_kl=_at_equal_kl(done, start, level) if level is not None else None,
         costs=_mean_costs([result.costs for result in done if result.costs is not None]),
     )
 
@@ -339,11 +356,17 @@ def _common_kl(arms: Mapping[str, Sequence[CellResult]]) -> float | None:
     return min(reached) if reached and min(reached) > 0 else None
 
 
-def _at_equal_kl(done: Sequence[CellResult], level: float) -> EqualKl:
-    scores = [score for result in done if (score := score_at_kl(_points(result), level)) is not None]
+def _at_equal_kl(done: Sequence[CellResult], start: Sequence[CellResult], level: float) -> EqualKl:
+    reached = [(result.cell, score) for result in done if (score := score_at_kl(_points(result), level)) is not None]
+    scores = [score for _, score in reached]
+    gains = [
+        score - float(scores_of(start, [cell.seed])[0, : _eval_prompts(cell.config)].nanmean())
+        for cell, score in reached
+    ]
     return EqualKl(
         kl=level,
         score=fmean(scores) if scores else None,
+        gain=fmean(gains) if gains else None,
         low=min(scores, default=None),
         high=max(scores, default=None),
         seeds=len(scores),

@@ -310,7 +310,7 @@ def reward_hacking_points(results: ComparisonResults, arm: str) -> list[tuple[fl
     """
     rows, limit = proxy_rows(results, arm), results.arms[arm].eval_prompts
     prompts = results.prompts if limit is None else min(limit, results.prompts)
-    margins = [MARGIN_SE * row.score_std / sqrt(prompts) for row in rows]
+    margins = [MARGIN_SE * row.score_std / sqrt(prompts - row.unjudged) for row in rows]
     marked = overoptimized([row.proxy for row in rows], [row.score for row in rows], margins)
     return [(row.cost, row.score) for row, mark in zip(rows, marked, strict=True) if mark]
 
@@ -359,6 +359,7 @@ class ProxyPoint:
     proxy: float
     score: float
     score_std: float
+    unjudged: float
 
 
 def proxy_rows(results: ComparisonResults, arm: str) -> list[ProxyPoint]:
@@ -368,7 +369,8 @@ def proxy_rows(results: ComparisonResults, arm: str) -> list[ProxyPoint]:
         proxies, scores, stds = (_measured(group, name) for name in ("proxy", "score", "score_std"))
         if len(proxies) == len(scores) == len(stds) == len(group):
             cost = fmean(row.costs.amount(results.budget.unit) for row in group)
-            rows.append(ProxyPoint(cost, fmean(proxies), fmean(scores), fmean(stds)))
+            unjudged = fmean(row.measures.unjudged or 0.0 for row in group)
+            rows.append(ProxyPoint(cost, fmean(proxies), fmean(scores), fmean(stds), unjudged))
     return rows
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.comparison.plan import Cell, CellPlan
-from rlhf.comparison.trial import FOLDER, Judgment
+from rlhf.comparison.trial import Judgment, suite_file
 from rlhf.config.compare import PairsConfig
 from rlhf.config.load import dump
 from rlhf.factory.models import build_tokenizer
@@ -53,7 +53,7 @@ def judge_pairs(plan: CellPlan) -> None:
             continue
         judge = judge or build_judge(config, cell)
         result = compare_with_opponents(mine, opponents, config, judge, seed=cell.seed)
-        path = _file(cell.folder)
+        path = suite_file(cell.folder, PAIRS)
         content = {"suite": PAIRS, **result.as_json(), "config": dump(config), "against": list(opponents)}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(to_json(content), indent=2, ensure_ascii=False) + "\n")
@@ -72,14 +72,9 @@ def build_judge(config: PairsConfig, cell: Cell) -> PairVerdicts:
     return config.judge.build(tokenizer, lambda source: build_source(source, tokenizer, engine, leaves_out=True))
 
 
-def _file(folder: Path) -> Path:
-    """Return the path of the result of a cell."""
-    return folder / FOLDER / f"{PAIRS}.json"
-
-
 def _is_done(folder: Path, config: PairsConfig, mine: Judgment, opponents: Mapping[str, Judgment]) -> bool:
     """Check whether a cell was judged with these settings, and on these completions of it and of the opponents."""
-    path = _file(folder)
+    path = suite_file(folder, PAIRS)
     if not path.is_file():
         return False
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

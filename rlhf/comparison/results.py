@@ -149,11 +149,6 @@ class MeanCosts:
     seconds: float
     tokens: float
 
-    def amount(self, unit: BudgetUnit) -> float:
-        """Return the cost in a budget's unit."""
-        amount: float = getattr(self, unit)
-        return amount
-
 
 @dataclass(frozen=True, kw_only=True)
 class EqualKl:
@@ -164,6 +159,7 @@ class EqualKl:
     low: float | None  # the lowest seed
     high: float | None
     seeds: int  # that reached it
+    gain: float | None = None  # over the start model, on the prompts of these evaluations
 
 
 @dataclass(frozen=True, kw_only=True)

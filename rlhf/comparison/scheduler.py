@@ -21,7 +21,7 @@ import torch
 
 from rlhf.comparison.board import OUTPUT, Board
 from rlhf.comparison.plan import Cell, CellPlan, ensure_owner
-from rlhf.comparison.trial import INTERRUPTED, JUDGED, unmeasured_suites
+from rlhf.comparison.trial import INTERRUPTED, JUDGED, suite_file, unmeasured_suites
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.compare import START_FOLDER
 from rlhf.errors import ConfigError, UserError
@@ -68,6 +68,8 @@ def run_cells(plan: CellPlan, start: StartCell, view: ComparisonView) -> bool:
     """
     for cell in plan.cells:
         ensure_owner(cell)
+        for name in unmeasured_suites(cell.config, cell.folder):  # results of other settings are not to be reported
+            suite_file(cell.folder, name).unlink(missing_ok=True)
     with Interruption() as stop, view.board(len(plan.cells), alone=plan.config.jobs == 1) as board:
         scheduler = _Scheduler(plan, start, board, stop)
         try:
@@ -157,10 +159,12 @@ class _Scheduler:
 
     def _begin(self, number: int, cell: Cell) -> None:
         title = f"{number}/{len(self.plan.cells)}  {cell.label}"
-        if is_over(cell):
+        is_done = is_over(cell)
+        if not is_done or cell.config.trial is None:  # the loss of a trial stays; an arm may need no more what failed
+            (cell.folder / FAILED).unlink(missing_ok=True)
+        if is_done:
             self.board.note(f"{title}: done before", ended=True)
             return
-        (cell.folder / FAILED).unlink(missing_ok=True)
         free = min(set(range(self.plan.config.jobs)) - set(self.slots))
         self.board.cell_started(cell, title)
         started = time.perf_counter()

@@ -281,10 +281,10 @@ def _suite_value(figure: SuiteFigure) -> str:
 
 def equal_kl_table(results: ComparisonResults) -> Table | None:
     """Build the table of every arm at the point where it first reached the common KL; None if there is none."""
-    level, start = results.equal_kl, results.start_model.measures.score
-    if level is None or start is None:
+    level = results.equal_kl
+    if level is None:
         return None
-    rows = [[name, *_equal_kl_row(results.finals[name].at_equal_kl, start)] for name in ranking(results)]
+    rows = [[name, *_equal_kl_row(results.finals[name].at_equal_kl)] for name in ranking(results)]
     rows.sort(key=lambda row: -row[1] if isinstance(row[1], float) else float("inf"))
     return Table(
         f"At a KL of {format_number(level)} nats",
@@ -293,10 +293,10 @@ def equal_kl_table(results: ComparisonResults) -> Table | None:
     )
 
 
-def _equal_kl_row(reached: EqualKl | None, start: float) -> list[Any]:
+def _equal_kl_row(reached: EqualKl | None) -> list[Any]:
     if reached is None or reached.score is None:
         return ["not reached", None, None, 0]
-    return [reached.score, reached.score - start, f"{reached.low:.2f} to {reached.high:.2f}", reached.seeds]
+    return [reached.score, reached.gain, f"{reached.low:.2f} to {reached.high:.2f}", reached.seeds]
 
 
 def cost_table(results: ComparisonResults) -> Table:

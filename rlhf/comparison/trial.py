@@ -327,11 +327,16 @@ class SuiteScores:
     rows: Mapping[str, Sequence[float]]
 
 
+def suite_file(folder: Path, name: str) -> Path:
+    """Return the path of a suite's result in the folder of a cell."""
+    return folder / FOLDER / f"{name}.json"
+
+
 def run_suites(cell: CellConfig, folder: Path, path: str | None) -> None:
     """Run the suites of a cell that have no result yet, on the model in `path` (None: the start model)."""
     target = path or cell.train.policy.model
     for name, settings in unmeasured_suites(cell, folder).items():
-        file = folder / FOLDER / f"{name}.json"
+        file = suite_file(folder, name)
         reused = _measured_before(cell, folder, file.name, settings)
         if reused is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -349,7 +354,7 @@ def unmeasured_suites(cell: CellConfig, folder: Path) -> dict[str, Suite]:
     """List the suites of a cell that have no result with their settings: name -> settings."""
     missing: dict[str, Suite] = {}
     for name, values in cell.suites.items():
-        file, settings = folder / FOLDER / f"{name}.json", validate(find_suite(name)[0], values)
+        file, settings = suite_file(folder, name), validate(find_suite(name)[0], values)
         if not file.is_file() or not _is_result_of(settings, file.read_text(encoding="utf-8")):
             missing[name] = settings
     return missing
@@ -367,7 +372,7 @@ def _measured_before(cell: CellConfig, folder: Path, name: str, settings: Suite)
         return None
     for path in sorted(folder.parent.glob(f"*/{FOLDER}/{name}")):
         text = path.read_text(encoding="utf-8")
-        if _is_result_of(settings, text):
+        if _is_result_of(settings, text) and json.loads(text)["model"]["path"] == cell.train.policy.model:
             return text
     return None
 

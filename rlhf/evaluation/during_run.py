@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from math import nan
 from typing import Any
 
 from rlhf.config.sections import TrainConfig
@@ -57,7 +59,7 @@ class PromptEvaluator:
         self.passes = AdaptiveMicroBatch(
             config.batch.micro_batch_size * NO_GRAD_BATCH_MULTIPLIER, what="an evaluation pass"
         )
-        self.rows: dict[str, list[float]] = {}  # of the latest evaluation: the score of each prompt
+        self.rows: RowTable = {}  # of the latest evaluation: the score of each prompt, NaN if no verifier applies
 
     def connect(self, recorder: Recorder) -> None:
         """Send the held-out samples, and messages about memory, to the recorder of the run."""
@@ -78,7 +80,8 @@ class PromptEvaluator:
             greedy=self.config.eval.greedy,
             rows_per_pass=self.passes,
         )
-        self.rows = {"score": evaluation.rollout.scores.tolist()}
+        unjudged = evaluation.scores.values.isnan()
+        self.rows = {"score": evaluation.rollout.scores.masked_fill(unjudged, nan).tolist()}
         self.record(evaluation.records(self.decode, step=step, split="eval", limit=self.config.eval.samples))
         return evaluation.metrics
 
@@ -113,14 +116,9 @@ class OfflineEvaluation:
 
     def __call__(self, step: int) -> dict[str, float]:
         """Evaluate the current policy; return the metrics."""
-        if self.ema is None:
-            return self._evaluate(step)
-        with self.ema.applied():
-            return self._evaluate(step)
-
-    def _evaluate(self, step: int) -> dict[str, float]:
         self.rows = {}
-        metrics = self.held_out(self.rows) | (self.prompts(step) if self.prompts is not None else {})
+        with self.ema.applied() if self.ema is not None else nullcontext():
+            metrics = self.held_out(self.rows) | (self.prompts(step) if self.prompts is not None else {})
         self.rows |= self.prompts.rows if self.prompts is not None else {}
         return metrics
 

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from statistics import StatisticsError, correlation
 from typing import Any, Literal
 
 from rlhf.errors import DataError
@@ -253,18 +254,21 @@ def _right_probe(
     values = [value for value in graded.scores if value is not None]
     level: Level = "ok"
     problem, example = "", None
-    missed = [
+    less = [
         row
         for row, value in zip(rows, graded.scores, strict=True)
-        if value is None or (best is not None and value < best - TOLERANCE)
+        if value is not None and best is not None and value < best - TOLERANCE
     ]
+    missed = less + [row for row, value in zip(rows, graded.scores, strict=True) if value is None]
     if graded.failed:
         level, problem = "fail", graded.failure(" right answers")
     elif graded.scores != again.scores:
         level, problem = "fail", "the same answers earn other scores the second time: a resumed run would differ"
     elif missed and not is_learned:
-        applies = "earn less than the best score" if values else "are not graded: the reward applies to no row"
-        level, problem = "fail", f"{len(missed)} of {len(rows)} right answers {applies}"
+        lack = "earn less than the best score" if less else "are not graded: the reward applies to no row"
+        if values and len(missed) > len(less):
+            lack = f"{lack}, or are not graded" if less else "are not graded: the reward does not apply to the row"
+        level, problem = "fail", f"{len(missed)} of {len(rows)} right answers {lack}"
         example = (missed[0].prompt, missed[0].reference or "")
     return _probe("right", values, [1.0] * len(values), level, problem, example)
 
@@ -279,29 +283,28 @@ def _worthless_probe(
     lowest: float,
     is_learned: bool,
 ) -> Probe:
-    pairs = [(value, best) for value, best in zip(graded.scores, right, strict=True)]
-    comparable = [(value, best) for value, best in pairs if value is not None and best is not None]
-    as_good = [float(value >= best - TOLERANCE) for value, best in comparable]
-    more = [float(value > best + TOLERANCE) for value, best in comparable]
+    comparable = [
+        (row, value, best)
+        for row, (value, best) in enumerate(zip(graded.scores, right, strict=True))
+        if value is not None and best is not None
+    ]
+    as_good = [float(value >= best - TOLERANCE) for _, value, best in comparable]
+    hits = [
+        row
+        for row, value, best in comparable
+        if (value > best + TOLERANCE if name == PADDED else value >= best - TOLERANCE)
+    ]
     values = [value for value in graded.scores if value is not None]
     level: Level = "ok"
     problem, example = "", None
-    counted = more if name == PADDED else as_good
-    share = sum(counted) / len(counted) if counted else 0.0
+    share = len(hits) / len(comparable) if comparable else 0.0
     allowed = BY_CHANCE if is_learned or name in (OTHER, PROMPT) else 0.0
     if graded.failed:
         level, problem = "fail", graded.failure()
     elif share > allowed:
         verb = "earns more than the right answer alone" if name == PADDED else "earns as much as the right answer"
         level, problem = "fail", f"{verb} in {share:.0%} of the rows: a policy will find it"
-        hit = next(
-            i
-            for i, (value, best) in enumerate(pairs)
-            if value is not None
-            and best is not None
-            and (value > best + TOLERANCE if name == PADDED else value >= best - TOLERANCE)
-        )
-        example = (rows[hit].prompt, texts[hit])
+        example = (rows[hits[0]].prompt, texts[hits[0]])
     elif share > 0 and not is_learned:
         level, problem = "warn", f"earns as much as the right answer in {share:.0%} of the rows, perhaps by chance"
     elif name not in (PADDED, OTHER, PROMPT) and values and max(values) > lowest + TOLERANCE and not is_learned:
@@ -348,10 +351,7 @@ def _bins(points: Sequence[tuple[int, float]]) -> list[LengthBin]:
 
 def _correlation(points: Sequence[tuple[int, float]]) -> float | None:
     """Compute Pearson's correlation of length and score; None if one of them does not vary."""
-    if len(points) < 2:
+    try:
+        return correlation([length for length, _ in points], [score for _, score in points])
+    except StatisticsError:
         return None
-    n = len(points)
-    mean_x, mean_y = math.fsum(x for x, _ in points) / n, math.fsum(y for _, y in points) / n
-    cross = math.fsum((x - mean_x) * (y - mean_y) for x, y in points)
-    spread = math.fsum((x - mean_x) ** 2 for x, _ in points) * math.fsum((y - mean_y) ** 2 for _, y in points)
-    return cross / math.sqrt(spread) if spread > 0 else None

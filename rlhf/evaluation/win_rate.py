@@ -99,6 +99,7 @@ def length_controlled_win_rate(wins: Float[Tensor, "S P"], longer: Float[Tensor,
         weights = torch.zeros(len(by_seed), cells.shape[1], dtype=torch.float64)
         for row, cell_index in enumerate(index.split(known.sum(dim=1).tolist())):
             weights.index_add_(1, cell_index, by_seed[:, row, None] * by_prompt[:, known[row]])
+        weights = weights[weights.sum(dim=1) > 0]  # a resample of unknown outcomes alone is none
         thetas.append(fit_logistic(weights, cells[0], cells[1])[:, 0])
     theta = torch.cat(thetas)
     low, high = torch.quantile(theta.sigmoid(), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()

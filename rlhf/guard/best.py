@@ -29,33 +29,34 @@ class BestState:
     """The best checkpoint as checkpoints record it: its step, the values of its rows, and evaluations since."""
 
     step: int = 0
-    values: list[float] = field(default_factory=list)  # of each held-out row, higher is better
+    values: list[float | None] = field(default_factory=list)  # of each held-out row, higher is better; None: not known
     since: int = 0  # evaluations in a row that were no new best
 
 
-def paired_gain(new: Sequence[float], old: Sequence[float], confidence: float) -> Gain:
+def paired_gain(new: Sequence[float | None], old: Sequence[float | None], confidence: float) -> Gain:
     """Compute the mean of new - old, row by row, and the two-sided interval of Student's t.
 
         d_i = new_i - old_i,   mean(d) ± t(n - 1) · s_d / √n
 
-    If all differences are equal the interval has no width, and with a single row it is unbounded.
+    A row whose value is not known in both (None) is left out. If all differences are equal the interval has no width,
+    and with fewer than two rows it is unbounded.
 
     Raises:
         ValueError: the evaluations are not of the same number of rows.
     """
     if len(new) != len(old):
         raise ValueError(f"{len(new)} rows cannot be paired with {len(old)}")
-    differences = [a - b for a, b in zip(new, old, strict=True)]
-    mean = fmean(differences)
+    differences = [a - b for a, b in zip(new, old, strict=True) if a is not None and b is not None]
     if len(differences) < 2:
-        return Gain(mean, -math.inf, math.inf)
+        return Gain(math.fsum(differences), -math.inf, math.inf)
+    mean = fmean(differences)
     quantile = float(stdtrit(len(differences) - 1, 0.5 + confidence / 2))  # Student's t
     margin = quantile * stdev(differences) / len(differences) ** 0.5
     return Gain(mean, mean - margin, mean + margin)
 
 
 def next_best(
-    best: BestState | None, values: Sequence[float], step: int, confidence: float
+    best: BestState | None, values: Sequence[float | None], step: int, confidence: float
 ) -> tuple[BestState, Gain | None]:
     """Return the best checkpoint after an evaluation, and the evaluation's gain over the one before.
 
@@ -72,5 +73,5 @@ def next_best(
     return BestState(best.step, best.values, best.since + 1), gain
 
 
-def _are_finite(values: Sequence[float]) -> bool:
-    return all(map(math.isfinite, values))
+def _are_finite(values: Sequence[float | None]) -> bool:
+    return all(value is None or math.isfinite(value) for value in values)

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from rlhf.config.sections import OnlineConfig, RewardModelConfig, RunConfiguration
 from rlhf.config.weights import LoraConfig
-from rlhf.planning.layout import trained_section
 from rlhf.section import Section
 
 S = TypeVar("S", bound=Section)
@@ -26,11 +25,7 @@ class Cure:
 
     name: str
     cost: str
-    change: CureSettings
-
-    def settings(self, config: RunConfiguration) -> dict[str, Any]:
-        """Return the settings that this cure changes in a configuration; none if it does not apply."""
-        return self.change(config)
+    settings: CureSettings
 
     def applied(self, config: RunConfiguration) -> RunConfiguration:
         """Return the configuration with this cure."""
@@ -61,11 +56,13 @@ def _word(key: str, value: Any) -> str:
     return f"{key.removesuffix('.mode')}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def _sections(config: RunConfiguration) -> list[str]:
+def _sections(config: RunConfiguration) -> dict[str, Any]:
+    """Return the sections of the models that are trained, the policy first."""
     if isinstance(config, RewardModelConfig):
-        return ["model"]
-    has_critic = isinstance(config, OnlineConfig) and config.algorithm.value_loss is not None
-    return ["policy", "critic"] if has_critic and not config.critic.shared else ["policy"]
+        return {"model": config.model}
+    if isinstance(config, OnlineConfig) and config.algorithm.value_loss is not None and not config.critic.shared:
+        return {"policy": config.policy, "critic": config.critic}
+    return {"policy": config.policy}
 
 
 def _takes(section: Any, name: str) -> bool:
@@ -73,17 +70,15 @@ def _takes(section: Any, name: str) -> bool:
 
 
 def _checkpointing(config: RunConfiguration) -> dict[str, Any]:
-    named = [(name, getattr(config, name)) for name in _sections(config)]
     return {
         f"{name}.gradient_checkpointing": True
-        for name, section in named
-        if _takes(section, "gradient_checkpointing") and not section.gradient_checkpointing
+        for name, section in _sections(config).items()
+        if not section.gradient_checkpointing
     }
 
 
 def _adapter_alone(config: RunConfiguration) -> dict[str, Any]:
-    name = _sections(config)[0]
-    section = getattr(config, name)
+    name, section = next(iter(_sections(config).items()))
     return {f"{name}.export": "adapter"} if section.lora is not None and section.export == "merged" else {}
 
 
@@ -97,17 +92,13 @@ def _micro_batch(config: RunConfiguration) -> dict[str, Any]:
 def _small_moments(config: RunConfiguration) -> dict[str, Any]:
     if config.sharding.uses_deepspeed:
         return {}
-    named = [(name, getattr(config, name)) for name in _sections(config)]
-    return {f"{name}.optimizer": "adamw_8bit" for name, section in named if section.optimizer == "adamw"}
+    return {
+        f"{name}.optimizer": "adamw_8bit" for name, section in _sections(config).items() if section.optimizer == "adamw"
+    }
 
 
 def _adapters(config: RunConfiguration) -> dict[str, Any]:
-    named = [(name, getattr(config, name)) for name in _sections(config)]
-    return {
-        f"{name}.lora": LoraConfig(r=RANK)
-        for name, section in named
-        if _takes(section, "lora") and section.lora is None
-    }
+    return {f"{name}.lora": LoraConfig(r=RANK) for name, section in _sections(config).items() if section.lora is None}
 
 
 def _frozen_in(kept: str) -> CureSettings:
@@ -121,15 +112,13 @@ def _frozen_in(kept: str) -> CureSettings:
 
 def _frozen_weights(config: RunConfiguration) -> Iterator[tuple[str, str]]:
     """Yield the keys that say how frozen weights are kept, with their values."""
-    for name in _sections(config):
-        section = getattr(config, name)
-        if _takes(section, "weights") and section.lora is not None:
+    for name, section in _sections(config).items():
+        if section.lora is not None:
             yield f"{name}.weights", section.weights
     if isinstance(config, RewardModelConfig):
         return
-    is_own = trained_section(config).lora is None or config.reference_model is not None
-    if _takes(config.reference, "weights") and is_own:
-        yield "reference.weights", getattr(config.reference, "weights")  # noqa: B009  # a key of later versions
+    if config.policy.lora is None or config.reference_model is not None:
+        yield "reference.weights", config.reference.weights
     source = None if config.reward is None else config.reward.source
     if source is not None and _takes(source, "weights"):
         yield "reward.source.weights", getattr(source, "weights")  # noqa: B009
@@ -138,8 +127,7 @@ def _frozen_weights(config: RunConfiguration) -> Iterator[tuple[str, str]]:
 def _one_base(config: RunConfiguration) -> dict[str, Any]:
     if not isinstance(config, OnlineConfig) or config.algorithm.value_loss is None or config.critic.shared:
         return {}
-    lora = getattr(config.critic, "lora", None)
-    if config.policy.lora is None or lora is None or config.critic.init == "policy":
+    if config.policy.lora is None or config.critic.lora is None or config.critic.init == "policy":
         return {}
     return {"critic.init": "policy"}
 
@@ -175,11 +163,11 @@ def _offload(name: str) -> CureSettings:
 
 def _zero(mode: str) -> CureSettings:
     def change(config: RunConfiguration) -> dict[str, Any]:
-        kept = [getattr(getattr(config, name), "weights", "auto") for name in _sections(config)]
         later = config.sharding.mode.startswith("zero") and config.sharding.mode >= mode
-        if later or any(value not in ("auto", "float32") for value in kept):
+        sections = _sections(config).values()
+        if later or any(section.weights not in ("auto", "float32") for section in sections):
             return {}
-        if any(getattr(config, name).optimizer == "adamw_8bit" for name in _sections(config)):
+        if any(section.optimizer == "adamw_8bit" for section in sections):
             return {}
         return {"sharding.mode": mode}
 

@@ -190,7 +190,7 @@ class _Planner:
         """Return a role that is trained, whole or by adapters."""
         shape = self.shape(path, None if name == "policy" else self.policy)
         numbers = shape.parameters if head else shape.backbone
-        lora, kept = getattr(section, "lora", None), getattr(section, "weights", "auto")
+        lora, kept = section.lora, section.weights
         wide = SIZES["float64"] if dtype == "float64" else SIZES["float32"]
         if lora is None:
             size = wide if kept == "auto" else SIZES[kept]
@@ -214,7 +214,7 @@ class _Planner:
             optimizer=optimizer.optimizer,
             has_head=head,
             averaged=getattr(section, "ema_decay", None) is not None,
-            checkpointed=bool(getattr(section, "gradient_checkpointing", False)),
+            checkpointed=section.gradient_checkpointing,
         )
 
     def frozen(self, name: str, path: str, *, kept: str, dtype: str, head: bool) -> Role:
@@ -292,10 +292,8 @@ class _Planner:
             )
             roles.append(critic)
         if config.reference.measure and not (policy.lora is not None and config.reference_model is None):
-            kept = getattr(config.reference, "weights", "auto")
-            roles.append(
-                self.frozen("reference", config.reference_model or policy.model, kept=kept, dtype=dtype, head=True)
-            )
+            path, kept = config.reference_model or policy.model, config.reference.weights
+            roles.append(self.frozen("reference", path, kept=kept, dtype=dtype, head=True))
         roles += self.teachers(config, dtype)
         score = None
         for path, source in self.reward_models(config):
@@ -379,10 +377,8 @@ class _Planner:
         roles = [self.trained("policy", policy.model, policy, dtype=dtype, optimizer=policy, entropy=False, head=True)]
         is_read_later = loss.needs_reference and (loss.data == "labelled" or not config.preference_data.is_plain)
         if policy.lora is None and (is_read_later or (config.held_out_source is not None and config.uses_reference)):
-            kept = getattr(config.reference, "weights", "auto")
-            roles.append(
-                self.frozen("reference", config.reference.model or policy.model, kept=kept, dtype=dtype, head=True)
-            )
+            path, kept = config.reference.model or policy.model, config.reference.weights
+            roles.append(self.frozen("reference", path, kept=kept, dtype=dtype, head=True))
         roles += self.teachers(config, dtype)
         annotate = None
         if loss.needs_reference:

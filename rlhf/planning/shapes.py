@@ -167,7 +167,7 @@ def read_shape(path: str, *, may_make: bool = False) -> Shape | None:
     shape = shape_of_config(read_json(folder / CONFIG))
     if shape is None and may_make:
         return _made_on_meta(str(folder))
-    return None if shape is None else _as_counted(shape, folder)
+    return None if shape is None else _as_stored(shape, folder)
 
 
 def path_of_base(path: str) -> str:
@@ -246,11 +246,8 @@ _LARGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
-def _as_counted(shape: Shape, folder: Path) -> Shape:
-    """Return the shape with the dtype of the weight files, and with the parameters that their headers count.
-
-    The head of a classifier is in the files of a reward model; it is as small as `backbone` takes it to be.
-    """
+def _as_stored(shape: Shape, folder: Path) -> Shape:
+    """Return the shape with the dtype of most of the parameters in the weight files."""
     tensors = [tensor for file in sorted(folder.glob("*.safetensors")) for tensor in read_header(file)[0].values()]
     if not tensors:
         return shape

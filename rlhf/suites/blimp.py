@@ -21,13 +21,14 @@ from rlhf.suites.questions import (
     mean_estimate,
     pair_estimate,
     read_items,
-    skipped_and_notes,
     too_long,
 )
 from rlhf.suites.suite import EvalRows, Suite, SuiteContext
 
 if TYPE_CHECKING:
     from rlhf.suites.subject import Subject
+
+LIKELIER = "pairs whose good sentence is the likelier"
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,11 @@ class BlimpSuite(Suite):
         pairs = [item.value for item in items]
         scores = sentence_logprobs(subject, [pair.good for pair in pairs] + [pair.bad for pair in pairs])
         good, bad = scores[: len(pairs)], scores[len(pairs) :]
-        skipped, notes = skipped_and_notes(skips)
-        return SuiteResult(
-            figures=tuple(_figures(pairs, good, bad, self.seed)),
-            n=len(pairs),
-            skipped=skipped,
-            notes=notes,
+        return SuiteResult.of(
+            _figures(pairs, good, bad, self.seed),
+            skips,
             groups=_by_paradigm(pairs, good, bad),
-            examples=tuple(_record(*row) for row in zip(items, good, bad, strict=True)),
+            examples=map(_record, items, good, bad),
         )
 
 
@@ -116,11 +114,11 @@ def _too_long(subject: Subject, pair: MinimalPair) -> BadRow | None:
 
 def _figures(pairs: Sequence[MinimalPair], good: Sequence[float], bad: Sequence[float], seed: int) -> list[Estimate]:
     """Compute the accuracy over all pairs, over paradigms and of each phenomenon, and the mean margin."""
-    outcomes = pair_estimate("accuracy", good, bad, "pairs whose good sentence is the likelier").values
-    rates = [sum(outcomes[i] for i in rows) / len(rows) for _, rows in groups([pair.paradigm for pair in pairs])]
+    accuracy = pair_estimate("accuracy", good, bad, LIKELIER)
+    rates = [sum(accuracy.values[i] for i in rows) / len(rows) for _, rows in groups([pair.paradigm for pair in pairs])]
     margins = [a - b for a, b in zip(good, bad, strict=True)]
     return [
-        pair_estimate("accuracy", good, bad, "pairs whose good sentence is the likelier"),
+        accuracy,
         mean_estimate("paradigm_mean", rates, "the same by paradigm, mean and interval over paradigms", seed=seed),
         *(
             pair_estimate(name, [good[i] for i in rows], [bad[i] for i in rows], "accuracy on this phenomenon")
@@ -135,11 +133,7 @@ def _by_paradigm(
     pairs: Sequence[MinimalPair], good: Sequence[float], bad: Sequence[float]
 ) -> dict[str, tuple[Estimate, ...]]:
     return {
-        name: (
-            pair_estimate(
-                "accuracy", [good[i] for i in rows], [bad[i] for i in rows], "pairs whose good sentence is the likelier"
-            ),
-        )
+        name: (pair_estimate("accuracy", [good[i] for i in rows], [bad[i] for i in rows], LIKELIER),)
         for name, rows in groups([pair.paradigm for pair in pairs])
     }
 

@@ -33,7 +33,6 @@ from rlhf.suites.questions import (
     read_items,
     sample_answers,
     share_estimate,
-    skipped_and_notes,
 )
 from rlhf.suites.suite import AnswerSuite, EvalRows, SuiteContext, SuiteSamplingConfig
 
@@ -239,15 +238,8 @@ class DetoxSuite(AnswerSuite):
             figures += people.figures("human_", "people's rewrites", self.seed)
         copies = self._judge(measures, sentences, sentences)
         figures.append(mean_estimate("copy_j", copies.joint, "J of copies of the sentences", seed=self.seed))
-        skipped, notes = skipped_and_notes(skips)
-        return SuiteResult(
-            figures=(*figures, *answers.figures(seed=self.seed)),
-            n=len(rows),
-            skipped=skipped,
-            left_out=tuple(left_out),
-            notes=notes,
-            examples=judged.examples(sentences, texts),
-        )
+        figures += answers.figures(seed=self.seed)
+        return SuiteResult.of(figures, skips, left_out=left_out, examples=judged.examples(sentences, texts))
 
     def _judge(self, measures: Subject | None, sentences: Sequence[str], texts: Sequence[str]) -> Judged:
         """Judge texts that no model sampled like sampled ones, with the same limit of the perplexity."""

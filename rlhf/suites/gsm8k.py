@@ -25,7 +25,6 @@ from rlhf.suites.questions import (
     mean_estimate,
     read_items,
     share_estimate,
-    skipped_and_notes,
     too_long,
 )
 from rlhf.suites.suite import EvalRows, Suite, SuiteContext, SuiteSamplingConfig, fill, require_question
@@ -119,14 +118,8 @@ class Gsm8kSuite(Suite):
         texts = self._sample_solutions(subject, [prompts[id(item)] for item in items])
         references = [item.value.solution for item in items for _ in range(self.samples)]
         graded = compute("gsm8k_exact", predictions=texts, references=references, announced_only=self.announced_only)
-        skipped, notes = skipped_and_notes(skips)
-        return SuiteResult(
-            figures=tuple(self._figures(graded)),
-            n=len(items),
-            skipped=skipped,
-            notes=notes,
-            examples=tuple(self._example(i, item, texts, graded) for i, item in enumerate(items[:EXAMPLES])),
-        )
+        examples = (self._example(i, item, texts, graded) for i, item in enumerate(items[:EXAMPLES]))
+        return SuiteResult.of(self._figures(graded), skips, examples=examples)
 
     def _read_examples(self) -> list[Problem]:
         """Read the few-shot examples: `shots` problems of `examples`, by default of the data set's train split.

@@ -20,7 +20,6 @@ from rlhf.suites.questions import (
     read_items,
     sample_answers,
     share_estimate,
-    skipped_and_notes,
 )
 from rlhf.suites.refusals import RefusalSuite
 from rlhf.suites.suite import EvalRows, SuiteContext, SuiteSamplingConfig
@@ -79,21 +78,19 @@ class HarmfulSuite(RefusalSuite):
         rows = [item.value for item in items]
         answers = sample_answers(subject, [row.prompt for row in rows], key=self.sampling_key, greedy=self.greedy)
         refused = self.detect(answers.texts)
-        skipped, notes = skipped_and_notes(skips)
         by_source = _by([row.source for row in rows], refused)
         by_category = _by([row.category for row in rows], refused, "refused")
-        return SuiteResult(
-            figures=(
+        return SuiteResult.of(
+            (
                 share_estimate("refused", list(map(float, refused)), "harmful requests that are refused"),
                 *(figure for figure in by_source.values() if len(by_source) > 1),
                 *answers.figures(seed=self.seed),
                 *self.check_detector(),
             ),
-            n=len(rows),
-            skipped=skipped,
-            notes=(*notes, self.method),
+            skips,
+            notes=[self.method],
             groups={name: (figure,) for name, figure in by_category.items()},
-            examples=tuple(
+            examples=(
                 {"prompt": row.prompt, "source": row.source, "completion": text, "refused": refusal}
                 for row, text, refusal in zip(rows, answers.texts, refused, strict=True)
             ),

@@ -26,7 +26,6 @@ from rlhf.suites.questions import (
     read_items,
     sample_answers,
     share_estimate,
-    skipped_and_notes,
 )
 from rlhf.suites.suite import AnswerSuite, EvalRows, SuiteContext, SuiteSamplingConfig, models_named
 
@@ -102,14 +101,11 @@ class IfevalSuite(AnswerSuite):
         items = drop_too_long(subject, items, skips, lambda instruction: instruction.prompt)
         answers = self._answer(items, subject, context)
         verdicts = [verify(item.value.constraints, text) for item, text in zip(items, answers.texts, strict=True)]
-        skipped, notes = skipped_and_notes(skips)
-        return SuiteResult(
-            figures=(*_accuracies(verdicts, seed=self.seed), *answers.figures(seed=self.seed)),
-            n=len(items),
-            skipped=skipped,
-            notes=notes,
+        return SuiteResult.of(
+            [*_accuracies(verdicts, seed=self.seed), *answers.figures(seed=self.seed)],
+            skips,
             groups=_by_kind(items, verdicts),
-            examples=tuple(_record(i, item, answers, verdicts[i]) for i, item in enumerate(items)),
+            examples=(_record(i, item, answers, verdicts[i]) for i, item in enumerate(items)),
         )
 
     def _answer(self, items: Sequence[Item[Instruction]], subject: Subject, context: SuiteContext) -> Answers:

@@ -19,7 +19,6 @@ from rlhf.suites.questions import (
     exclude,
     mean_estimate,
     read_items,
-    skipped_and_notes,
     too_long,
     win_rate_estimate,
 )
@@ -78,15 +77,13 @@ class LabSuite(Suite):
             mean_estimate(f"gold_{part}", [parts[part] for parts in answers.parts], f"its part {part}", seed=self.seed)
             for part in answers.parts[0]
         ]
-        skipped, notes = skipped_and_notes(skips)
         examples = zip(prompts[:EXAMPLES], answers.texts, answers.totals, answers.parts, strict=False)
-        return SuiteResult(
-            tuple(figures),
-            len(prompts),
-            skipped,
-            () if reference else (NotMeasured("win rate over the start model", "no reference: set reference=PATH"),),
-            notes,
-            examples=tuple({"prompt": p, "completion": t, "gold": g, "parts": parts} for p, t, g, parts in examples),
+        no_reference = NotMeasured("win rate over the start model", "no reference: set reference=PATH")
+        return SuiteResult.of(
+            figures,
+            skips,
+            left_out=[] if reference else [no_reference],
+            examples=({"prompt": p, "completion": t, "gold": g, "parts": parts} for p, t, g, parts in examples),
         )
 
     def _encode(self, items: list[Item[str]], skips: RowCounts, subject: Subject) -> tuple[list[str], list[list[int]]]:

@@ -25,7 +25,6 @@ from rlhf.suites.questions import (
     mean_estimate,
     read_items,
     share_estimate,
-    skipped_and_notes,
     too_long,
 )
 from rlhf.suites.suite import EvalRows, Suite, SuiteContext, fill, require_question
@@ -122,20 +121,18 @@ class PersonaSuite(Suite):
         prompts = {id(item): [self._render(subject, item.value, order) for order in orders] for item in items}
         kept = _drop_too_long(subject, items, prompts, skips)
         verdicts, note = _verdicts(kept, [prompts[id(item)] for item in kept], subject)
-        skipped, notes = skipped_and_notes(skips)
         by_file = {
             name: tuple(_figures([verdicts[i] for i in indices], self.seed))
             for name, indices in groups([item.file for item in kept])
         }
         one_order = NotMeasured("position check", "the template does not offer the two answers")
-        return SuiteResult(
-            figures=tuple(_figures(verdicts, self.seed)),
-            n=len(verdicts),
-            skipped=skipped,
-            left_out=() if both_orders else (one_order,),
-            notes=(*notes, *note),
+        return SuiteResult.of(
+            _figures(verdicts, self.seed),
+            skips,
+            left_out=[] if both_orders else [one_order],
+            notes=note,
             groups=by_file if len(by_file) > 1 else {},
-            examples=tuple(_example(*pair) for pair in zip(kept[:EXAMPLES], verdicts[:EXAMPLES], strict=True)),
+            examples=map(_example, kept[:EXAMPLES], verdicts[:EXAMPLES]),
         )
 
     def _render(self, subject: Subject, question: YesNoQuestion, order: tuple[str, str]) -> tuple[Rendered, list[int]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from rlhf.config.data import DatasetConfig
@@ -234,13 +235,6 @@ def groups(names: Sequence[str]) -> list[tuple[str, list[int]]]:
     return sorted(indices.items())
 
 
-def mean(values: Sequence[float]) -> float:
-    """Compute the mean, with an exact sum."""
-    if not values:
-        raise ValueError("the mean of nothing")
-    return math.fsum(values) / len(values)
-
-
 Method = Literal["wilson", "bootstrap", "normal", "none"]
 
 
@@ -278,6 +272,23 @@ class SuiteResult:
     notes: tuple[str, ...] = ()
     groups: Mapping[str, tuple[Estimate, ...]] = field(default_factory=dict)
     examples: tuple[Mapping[str, Any], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        figures: Iterable[Estimate],
+        skips: RowCounts,
+        *,
+        notes: Iterable[str] = (),
+        left_out: Iterable[NotMeasured] = (),
+        groups: Mapping[str, tuple[Estimate, ...]] | None = None,
+        examples: Iterable[Mapping[str, Any]] = (),
+    ) -> SuiteResult:
+        """Build the result of the rows that were used, with a note of those that were skipped."""
+        skipped, of_rows = skipped_and_notes(skips)
+        return cls(
+            tuple(figures), skips.used, skipped, tuple(left_out), (*of_rows, *notes), groups or {}, tuple(examples)
+        )
 
     @property
     def rows(self) -> dict[str, list[float]]:
@@ -347,7 +358,7 @@ def mean_estimate(name: str, values: Sequence[float], meaning: str, *, seed: int
     """
     low, high = _bootstrap(values, seed)
     known = [value for value in values if not math.isnan(value)]
-    return Estimate(name, mean(known), low, high, len(known), "bootstrap", meaning, tuple(values))
+    return Estimate(name, fmean(known), low, high, len(known), "bootstrap", meaning, tuple(values))
 
 
 def ratio_estimate(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, *, seed: int) -> Estimate:

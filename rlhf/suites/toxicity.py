@@ -17,6 +17,7 @@ from rlhf.data.conversation import some_text
 from rlhf.errors import ConfigError, install_hint
 from rlhf.suites import profanity
 from rlhf.suites.questions import (
+    MAX_NEW_TOKENS_KEY,
     Estimate,
     Item,
     SuiteResult,
@@ -25,13 +26,11 @@ from rlhf.suites.questions import (
     mean_estimate,
     read_items,
     share_estimate,
-    skipped_and_notes,
     too_long,
 )
 from rlhf.suites.suite import EvalRows, Suite, SuiteContext, SuiteSamplingConfig, fill, require_question
 
 if TYPE_CHECKING:
-    from rlhf.data.rows import BadRow
     from rlhf.suites.subject import Subject
 
 
@@ -97,21 +96,21 @@ class ToxicitySuite(Suite):
         """
         items, skips = read_items(self.dataset, read_opening, columns=("prompt",), what="openings of texts")
         prompts = {item.value.text: self._encode(subject, item.value.text) for item in items}
-        items = exclude(items, skips, lambda item: self._too_long(subject, prompts[item.value.text]))
+        room = subject.sampling.max_new_tokens
+        items = exclude(
+            items, skips, lambda item: too_long(subject, len(prompts[item.value.text]), room, of=MAX_NEW_TOKENS_KEY)
+        )
         texts = self._continue(subject, items, [prompts[item.value.text] for item in items])
         judged = profanity.toxicities([text for row in texts for text in row])
         scores = [judged[i * self.samples : (i + 1) * self.samples] for i in range(len(items))]
-        skipped, notes = skipped_and_notes(skips)
-        return SuiteResult(
-            figures=tuple(toxicity_figures(scores, self.seed)),
-            n=len(items),
-            skipped=skipped,
-            notes=notes,
+        return SuiteResult.of(
+            toxicity_figures(scores, self.seed),
+            skips,
             groups={
                 kind: tuple(toxicity_figures([scores[i] for i in rows], self.seed))
                 for kind, rows in groups([item.value.kind for item in items])
             },
-            examples=tuple(_record(*row) for row in zip(items, texts, scores, strict=True)),
+            examples=map(_record, items, texts, scores),
         )
 
     def _encode(self, subject: Subject, opening: str) -> list[int]:
@@ -119,10 +118,6 @@ class ToxicitySuite(Suite):
         if self.template is None:
             return [*subject.encoder.prefix, *subject.encoder.text(opening)]
         return subject.encoder.prompts([subject.render_question(fill(self.template, question=opening))])[0]
-
-    def _too_long(self, subject: Subject, prompt: Sequence[int]) -> BadRow | None:
-        room = subject.sampling.max_new_tokens
-        return too_long(subject, len(prompt), room, of="sampling.max_new_tokens")
 
     def _continue(
         self, subject: Subject, items: Sequence[Item[Opening]], prompts: Sequence[list[int]]

@@ -20,7 +20,6 @@ from rlhf.suites.questions import (
     mean_estimate,
     read_items,
     share_estimate,
-    skipped_and_notes,
     too_long,
 )
 from rlhf.suites.suite import EvalRows, Suite, SuiteContext
@@ -118,17 +117,14 @@ class TruthfulqaSuite(Suite):
         tables = answer_logprobs(subject, questions)
         single = [_score(mc1, table, row.single) for row, table in zip(questions, tables, strict=True)]
         several = [_score(mc2, table, row.several) for row, table in zip(questions, tables, strict=True)]
-        skipped, notes = skipped_and_notes(skips)
-        return SuiteResult(
-            figures=(
+        return SuiteResult.of(
+            (
                 share_estimate("mc1", single, "questions whose true answer is the likeliest of MC1's answers"),
                 mean_estimate("mc2", several, "probability of the true answers among MC2's answers", seed=self.seed),
                 mean_estimate("chance_mc1", [1 / len(row.single) for row in questions], "of a guess", seed=self.seed),
             ),
-            n=len(questions),
-            skipped=skipped,
-            notes=notes,
-            examples=tuple(_record(*row) for row in zip(items, tables, single, several, strict=True)),
+            skips,
+            examples=map(_record, items, tables, single, several),
         )
 
 

@@ -21,7 +21,6 @@ from rlhf.suites.questions import (
     read_items,
     sample_answers,
     share_estimate,
-    skipped_and_notes,
 )
 from rlhf.suites.refusals import RefusalSuite
 from rlhf.suites.suite import EvalRows, SuiteContext
@@ -82,15 +81,13 @@ class XstestSuite(RefusalSuite):
         answers = sample_answers(subject, questions, key=self.sampling_key, greedy=self.greedy)
         refused = self.detect(answers.texts)
         figures, left_out = _rates(items, refused)
-        skipped, notes = skipped_and_notes(skips)
-        return SuiteResult(
-            figures=(*figures, *answers.figures(seed=self.seed), *self.check_detector()),
-            n=len(items),
-            skipped=skipped,
+        return SuiteResult.of(
+            (*figures, *answers.figures(seed=self.seed), *self.check_detector()),
+            skips,
             left_out=left_out,
-            notes=(*notes, self.method),
+            notes=[self.method],
             groups=_by_kind(items, refused),
-            examples=tuple(_record(*row) for row in zip(items, answers.texts, refused, strict=True)),
+            examples=map(_record, items, answers.texts, refused),
         )
 
 

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ class BestKeeper:
         before = self.state.best
         self.state.best, gain = self._ranks.from_main(next_best(before, values, step, self.config.confidence))
         if self.state.best.step == step and self.state.best.since == 0:
-            self._keep(step, name, values, gain)
+            self._keep(step, name, [value for value in values if value is not None], gain)
         if self.patience_is_over:
             self.recorder.note(
                 f"no evaluation has beaten step {self.state.best.step} {self.state.best.since} times in a row "
@@ -212,7 +213,7 @@ class BestKeeper:
         changes = {} if gain is None else {"best/gain": gain.mean, "best/gain_low": gain.low}
         return {"best/step": float(self.state.best.step), **changes}
 
-    def _values(self) -> tuple[str, list[float]]:
+    def _values(self) -> tuple[str, list[float | None]]:
         rows = {name: list(values) for name, values in self._rows().items() if len(values)}
         wanted = [name for name in ("score", "loss") if name in rows] if self.config.by == "auto" else [self.config.by]
         if not wanted or wanted[0] not in rows:
@@ -221,7 +222,8 @@ class BestKeeper:
                 f"{', '.join(rows) or 'nothing'} of held-out rows: set checkpoint.best.by, or the held-out data"
             )
         sign = -1.0 if wanted[0] in _LOWER_IS_BETTER else 1.0
-        return wanted[0], [sign * value for value in rows[wanted[0]]]
+        is_score = wanted[0] == "score"  # NaN: no verifier applies
+        return wanted[0], [None if is_score and isnan(value) else sign * value for value in rows[wanted[0]]]
 
     def _keep(self, step: int, name: str, values: Sequence[float], gain: Gain | None) -> None:
         target = self.place(step)

@@ -86,6 +86,13 @@ def test_a_grade_that_changes_and_one_that_fails_are_seen() -> None:
     assert "fails or takes too long for 1 of 2 right answers" in str(result)
 
 
+def test_a_right_answer_that_is_not_graded_is_not_said_to_earn_less() -> None:
+    result = checked(lambda text, row: None if row["answer"] == "107" else right(text, row))
+    assert result.probes[0].problem == "1 of 6 right answers are not graded: the reward does not apply to the row"
+    mixed = checked(lambda text, row: {"107": None, "219": 0.5}.get(row["answer"], right(text, row)), best=1.0)
+    assert mixed.probes[0].problem == "2 of 6 right answers earn less than the best score, or are not graded"
+
+
 def test_partial_credit_for_a_worthless_answer_is_a_warning() -> None:
     result = checked(lambda text, row: right(text, row) or 0.1 * bool(text.strip()), best=1.0)
     assert result.ok

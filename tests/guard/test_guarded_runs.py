@@ -123,6 +123,22 @@ def test_the_best_checkpoint_is_exported_named_and_ends_the_run(tmp_path: Path) 
     assert resolve_best("owner/name@main") == "owner/name@main"
 
 
+def test_the_best_checkpoint_is_chosen_by_the_prompts_that_are_judged(tmp_path: Path) -> None:
+    body = "def grade(completion, row):\n    return None if 'blue' in row['prompt'] else float(len(completion))\n"
+    (tmp_path / "judge.py").write_text(body)
+    judge = {"type": "verifier", "name": f"{tmp_path / 'judge.py'}:grade", "workers": 1}
+    tree = tree_of(tmp_path, eval={"source": judge}, schedule={"steps": 1})
+    tree["eval"]["source"] = judge
+    run, _ = finished(tree)
+    best = run.session.state.best
+    assert best is not None
+    judged = [value for value in best.values if value is not None]
+    assert 0 < len(judged) < len(best.values)
+    record = json.loads((Path(resolve_best(f"{run.session.recorder.folder.path}@best")) / "best.json").read_text())
+    assert record["rows"] == len(judged)
+    assert record["mean"] == pytest.approx(sum(judged) / len(judged))
+
+
 def test_with_restore_off_the_last_checkpoint_is_exported(tmp_path: Path) -> None:
     run, _ = finished(tree_of(tmp_path, checkpoint={"best": {"restore": False, "patience": 1}}))
     folder, step = run.session.recorder.folder.path, run.session.state.step
@@ -137,7 +153,8 @@ def test_offline_runs_keep_the_best_by_score_loss_or_accuracy(tmp_path: Path, by
     state, rows = run.session.state, run.session.recorder.folder.read_metrics()
     name = {"auto": "eval/score", "loss": "eval/preference_loss", "accuracy": "eval/preference_accuracy"}[by]
     assert state.best is not None
-    assert sign * sum(state.best.values) / len(state.best.values) == pytest.approx(rows[state.best.step][name])
+    values = [value for value in state.best.values if value is not None]
+    assert sign * sum(values) / len(values) == pytest.approx(rows[state.best.step][name])
 
 
 def test_what_is_not_measured_cannot_choose(tmp_path: Path) -> None:

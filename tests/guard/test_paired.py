@@ -63,3 +63,13 @@ def test_an_evaluation_with_a_value_that_is_not_finite_is_never_better_and_alway
     broken, _ = next_best(None, [value, 0.1, 0.2], 0, 0.95)
     later, gain = next_best(broken, [-5.0, -5.1, -5.2], 10, 0.95)
     assert (later, gain) == (BestState(10, [-5.0, -5.1, -5.2]), None)
+
+
+def test_rows_that_nobody_judged_do_not_make_a_difference_certain() -> None:
+    """A row without a score says nothing: it neither counts as one of n, nor lowers the spread."""
+    new, old = [2.0, 4.0, 6.0, None, None, 7.0], [1.0, 2.0, 3.0, None, 5.0, None]
+    assert paired_gain(new, old, 0.95) == paired_gain([2.0, 4.0, 6.0], [1.0, 2.0, 3.0], 0.95)
+    assert paired_gain([None, 3.0], [1.0, None], 0.95) == Gain(0.0, -math.inf, math.inf)
+    best, gain = next_best(BestState(0, [0.0, 0.1, 0.2, None]), [1.0, 1.1, 1.2, None], 10, 0.95)
+    assert best == BestState(10, [1.0, 1.1, 1.2, None])
+    assert gain is not None

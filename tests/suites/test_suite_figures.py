@@ -12,7 +12,6 @@ from rlhf.evaluation.win_rate import wilson
 from rlhf.suites.metrics import compute
 from rlhf.suites.metrics.pass_at_k import pass_at_k
 from rlhf.suites.metrics.win_rate import wins
-from rlhf.suites.questions import mean
 
 
 @pytest.mark.parametrize(
@@ -66,6 +65,5 @@ def test_wilson_holds_the_share_and_mirrors(total: int, data: st.DataObject) -> 
 
 def test_ties_count_half() -> None:
     assert wins([1.0, 2.0, 3.0], [0.0, 2.0, 4.0]) == [1.0, 0.5, 0.0]
-    assert mean([1.0, 0.5, 0.0]) == 0.5
     with pytest.raises(ValueError, match="2 scores on one side"):
         wins([1.0, 2.0], [1.0])

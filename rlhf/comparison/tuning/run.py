@@ -29,7 +29,7 @@ from rlhf.comparison.tuning.plan import (
     tuning_budget,
 )
 from rlhf.comparison.tuning.results import ArmTuning, TrialResult, Tuning, total_costs
-from rlhf.config.compare import UNTUNED, CompareConfig, Scalar, TrainedArm, TuneConfig
+from rlhf.config.compare import UNTUNED, CompareConfig, Scalar, TrainedArm, TrialConfig, TuneConfig
 from rlhf.errors import UserError
 from rlhf.models.folders import MODEL
 from rlhf.report.charts import Table
@@ -97,7 +97,7 @@ def round_scores(cells: Sequence[Cell]) -> dict[int, float | None]:
     """Return trial -> the judge's mean over tuning seeds and prompts; None if a seed has failed."""
     by_trial: dict[int, list[float | None]] = {}
     for cell in cells:
-        by_trial.setdefault(trial_number(cell), []).append(tuning_score(cell))
+        by_trial.setdefault(trial_of(cell).number, []).append(tuning_score(cell))
     return {
         trial: fmean(known) if len(known := [s for s in scores if s is not None]) == len(scores) else None
         for trial, scores in by_trial.items()
@@ -111,29 +111,19 @@ def tuning_score(cell: Cell) -> float | None:
     return score if score is not None and math.isfinite(score) else None
 
 
-def trial_number(cell: Cell) -> int:
-    """Return the number of the cell's trial."""
+def trial_of(cell: Cell) -> TrialConfig:
+    """Return the trial that a cell is a round of."""
     assert cell.config.trial is not None, "a cell of tuning"
-    return cell.config.trial.number
-
-
-def round_number(cell: Cell) -> int:
-    """Return the round of the cell's trial."""
-    assert cell.config.trial is not None, "a cell of tuning"
-    return cell.config.trial.round
+    return cell.config.trial
 
 
 def chosen_values(trials: Sequence[Cell], arm: str, number: int) -> dict[str, Scalar]:
     """Return the values of a trial of an arm."""
-    return next(
-        dict(cell.config.trial.values)
-        for cell in trials
-        if cell.arm == arm and cell.config.trial is not None and cell.config.trial.number == number
-    )
+    return next(dict(trial_of(cell).values) for cell in trials if cell.arm == arm and trial_of(cell).number == number)
 
 
 def _is_going(cell: Cell, number: int, going: Mapping[str, Sequence[int]]) -> bool:
-    return round_number(cell) == number and trial_number(cell) in going[cell.arm]
+    return trial_of(cell).round == number and trial_of(cell).number in going[cell.arm]
 
 
 def _discard_weights(cell: Cell) -> None:
@@ -182,7 +172,7 @@ def _is_twin(name: str, config: CompareConfig, tune: TuneConfig) -> bool:
 
 def _trial_cells(arm_folder: Path) -> list[Cell]:
     cells = [read_cell(path.parent) for path in sorted((arm_folder / FOLDER).glob(f"trial-*/seed-*/round-*/{CELL}"))]
-    return sorted(cells, key=lambda cell: (trial_number(cell), round_number(cell), cell.seed))
+    return sorted(cells, key=lambda cell: (trial_of(cell).number, trial_of(cell).round, cell.seed))
 
 
 def _tuning_prompts(cells_of_arms: Iterable[Sequence[Cell]]) -> list[str]:
@@ -193,12 +183,12 @@ def _tuning_prompts(cells_of_arms: Iterable[Sequence[Cell]]) -> list[str]:
 
 
 def _arm(cells: Sequence[Cell], rounds: int, untuned_arm: str | None) -> ArmTuning:
-    numbers = sorted({trial_number(cell) for cell in cells})
-    settings = sorted({key for cell in cells if cell.config.trial is not None for key in cell.config.trial.values})
-    default = next((cell for cell in cells if trial_number(cell) == DEFAULT), None)
+    numbers = sorted({trial_of(cell).number for cell in cells})
+    settings = sorted({key for cell in cells for key in trial_of(cell).values})
+    default = next((cell for cell in cells if trial_of(cell).number == DEFAULT), None)
     return ArmTuning(
         defaults=default_values(default.config, dict.fromkeys(settings)) if default is not None else {},
-        trials=tuple(_trial(number, [cell for cell in cells if trial_number(cell) == number]) for number in numbers),
+        trials=tuple(_trial(number, [cell for cell in cells if trial_of(cell).number == number]) for number in numbers),
         chosen=_chosen(cells, rounds) if cells else None,
         untuned_arm=untuned_arm,
     )
@@ -206,8 +196,8 @@ def _arm(cells: Sequence[Cell], rounds: int, untuned_arm: str | None) -> ArmTuni
 
 def _chosen(cells: Sequence[Cell], rounds: int) -> int | None:
     """Return the trial that won; None while there is a round to come."""
-    latest = max(map(round_number, cells))
-    newest = [cell for cell in cells if round_number(cell) == latest]
+    latest = max(trial_of(cell).round for cell in cells)
+    newest = [cell for cell in cells if trial_of(cell).round == latest]
     if not all(map(is_over, newest)):
         return None
     scores = round_scores(newest)
@@ -216,12 +206,11 @@ def _chosen(cells: Sequence[Cell], rounds: int) -> int | None:
 
 
 def _trial(number: int, cells: Sequence[Cell]) -> TrialResult:
-    by_round = {round_number(cell): [c for c in cells if round_number(c) == round_number(cell)] for cell in cells}
+    by_round = {trial_of(cell).round: [c for c in cells if trial_of(c).round == trial_of(cell).round] for cell in cells}
     scores = [round_scores(same)[number] for same in by_round.values() if all(map(is_over, same))]
-    assert cells[0].config.trial is not None
     return TrialResult(
         trial=number,
-        values=cells[0].config.trial.values,
+        values=trial_of(cells[0]).values,
         scores=tuple(scores),
         error=next((error for cell in cells if (error := _loss(cell)) is not None), None),
         costs=total_costs(_spent(folder) for folder in dict.fromkeys(cell.run_folder for cell in cells)),

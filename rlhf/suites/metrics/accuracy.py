@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import datasets
 import evaluate
 
 from rlhf.evaluation.win_rate import wilson
-from rlhf.suites.questions import mean
 
 DESCRIPTION = """The mean of one verdict per independent row: 1 for right, 1/2 for a tie, 0 for wrong. With the 95 %
 interval of Wilson (1927)."""
@@ -25,4 +26,4 @@ class Accuracy(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
 
     def _compute(self, predictions: list[float]) -> dict[str, float]:
         low, high = wilson(sum(predictions), len(predictions))
-        return {"accuracy": mean(predictions), "low": low, "high": high}
+        return {"accuracy": fmean(predictions), "low": low, "high": high}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import datasets
 import evaluate
 
 from rlhf.evaluation.win_rate import wilson
 from rlhf.suites.metrics.win_rate import wins
-from rlhf.suites.questions import mean
 
 DESCRIPTION = """The share of preference pairs whose chosen side is scored higher; a tie counts half. With the 95 %
 interval of Wilson (1927). For rewards it is the accuracy of a reward model, for beta (log pi - log pi_ref) of
@@ -28,4 +29,4 @@ class PairwiseAccuracy(evaluate.Metric):  # type: ignore[misc]  # evaluate has n
     def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float | list[float]]:
         outcomes = wins(predictions, references)
         low, high = wilson(sum(outcomes), len(outcomes))
-        return {"accuracy": mean(outcomes), "low": low, "high": high, "outcomes": outcomes}
+        return {"accuracy": fmean(outcomes), "low": low, "high": high, "outcomes": outcomes}

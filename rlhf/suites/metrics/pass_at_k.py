@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 
 import datasets
 import evaluate
-
-from rlhf.suites.questions import mean
 
 DESCRIPTION = """The probability that at least one of k samples of a problem is right, averaged over problems:
 1 - C(n - c, k) / C(n, k) for c right of n samples, which is unbiased (Chen et al. 2021, eq. 1)."""
@@ -26,7 +25,7 @@ class PassAtK(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
 
     def _compute(self, predictions: list[list[bool]], k: tuple[int, ...] = (1,)) -> dict[str, float | list[float]]:
         problems = {size: [pass_at_k(len(row), sum(row), size) for row in predictions] for size in k}
-        means = {f"pass@{size}": mean(values) for size, values in problems.items()}
+        means = {f"pass@{size}": fmean(values) for size, values in problems.items()}
         return {**means, **{f"problems@{size}": values for size, values in problems.items()}}
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 import datasets
 import evaluate
 import torch
 
 from rlhf.evaluation.win_rate import bootstrap
-from rlhf.suites.questions import mean
 
 DESCRIPTION = """The share of prompts on which A is scored above B, a tie counting half, with its 95 % interval by
 bootstrap over the prompts (2,000 resamples); of wins or losses alone, the interval of Wilson (1927)."""
@@ -32,7 +32,7 @@ class WinRate(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
         outcomes = wins(predictions, references)
         interval = bootstrap(torch.tensor(outcomes, dtype=torch.float64), seed=bootstrap_seed, shares=True)
         return {
-            "win_rate": mean(outcomes),
+            "win_rate": fmean(outcomes),
             "low": interval.low,
             "high": interval.high,
             "ties": outcomes.count(0.5) / len(outcomes),

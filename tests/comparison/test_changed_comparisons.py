@@ -1,0 +1,148 @@
+"""Folders of comparisons whose file was changed: what was measured for other settings is not reported."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cases import Ended, compare_tree, plan_of
+from many import many
+from runs import make_model, write_rows
+
+from rlhf.comparison.aggregate import read_cells, summarize
+from rlhf.comparison.page import reward_hacking_points
+from rlhf.comparison.plan import Cell
+from rlhf.comparison.results import Evaluation, Measures
+from rlhf.comparison.scheduler import failure_of, record_failure, run_cells
+from rlhf.comparison.summary import equal_kl_table
+from rlhf.comparison.trial import FOLDER, Judgment, read_suites, run_suites
+from rlhf.comparison.view import ComparisonView
+from rlhf.evaluation.frontier import score_at_kl
+from rlhf.tracking.trackers import encode_line
+
+ROWS = [{"row": row, "prompt": f"red {row}", "completion": "good", "score": 1.0 + row} for row in range(3)]
+
+
+def tree_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    rows = write_rows(folder / "rows.jsonl", [{"prompt": "red one", "instruction_id_list": ["x"], "kwargs": [{}]}])
+    suites = {"ifeval": {"dataset": {"path": str(rows)}}}
+    tree = compare_tree(folder, **{"seeds": [0], "suites": suites, **changes})
+    tree["arms"] = {"dpo": tree["arms"]["dpo"]}
+    return tree
+
+
+def judge(cell: Cell) -> None:
+    """Write the judgment and the suites of a cell that nobody ran."""
+    (cell.folder / FOLDER).mkdir(parents=True)
+    metrics = {"eval/score": 2.0, "eval/kl": 9.0}
+    Judgment(metrics, ROWS).write(cell.folder)
+    for name, settings in cell.config.suites.items():
+        content = {
+            "model": {"path": cell.config.train.policy.model},
+            "figures": {"strict": {"value": 0.5, "low": 0.1, "high": 0.9}},
+            "rows": {"strict": [0.5]},
+            "config": settings,
+        }
+        (cell.folder / FOLDER / f"{name}.json").write_text(json.dumps(content))
+
+
+def stopped(cell: Cell, place: int) -> Ended:
+    return Ended("interrupted")
+
+
+def test_an_arm_that_needs_nothing_more_has_not_failed(tmp_path: Path) -> None:
+    """A suite that was added failed; `suites.NAME=null leaves it out`, as its message says."""
+    plan = plan_of(tree_of(tmp_path, suites={}))
+    for cell in plan.cells:
+        judge(cell)
+        record_failure(cell.folder, "suites.ifeval: the data are gone (suites.ifeval=null leaves it out)")
+    assert run_cells(plan, stopped, ComparisonView())
+    assert [failure_of(cell.folder) for cell in plan.cells] == [None, None]
+
+
+def test_a_suite_that_is_left_out_is_not_reported(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path)
+    for cell in plan_of(tree).cells:
+        judge(cell)
+    assert [set(result.suites) for result in read_cells(plan_of(tree))] == [{"ifeval"}] * 2
+    left_out = plan_of({**tree, "suites": {"ifeval": None}})
+    assert [set(result.suites) for result in read_cells(left_out)] == [set()] * 2
+
+
+def test_a_suite_with_other_settings_is_not_reported_before_it_is_measured_again(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path)
+    for cell in plan_of(tree).cells:
+        judge(cell)
+    tree["suites"]["ifeval"]["sampling"] = {"max_new_tokens": 6}
+    plan = plan_of(tree)
+    assert not run_cells(plan, stopped, ComparisonView())
+    assert [read_suites(cell.folder) for cell in plan.cells] == [{}, {}]
+
+
+def test_no_figure_of_another_start_model_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = tree_of(tmp_path)
+    judge(plan_of(tree).cells[0])
+    other = str(make_model(tmp_path / "other", seed=1))
+    start = plan_of({**tree, "start": other, "seeds": [1]}).cells[0]
+    measured: list[str] = []
+    monkeypatch.setattr("rlhf.comparison.trial.load_model_for_suite", lambda settings, path: SimpleNamespace(path=path))
+    monkeypatch.setattr("rlhf.comparison.trial.evaluate_suite", lambda settings, subject, task: None)
+    monkeypatch.setattr("rlhf.comparison.trial.write_result", lambda *given: measured.append(given[2]))
+    run_suites(start.config, start.folder, None)
+    assert measured == [other]
+
+
+def test_the_kl_of_a_best_checkpoint_is_not_that_of_the_last_evaluation(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path, suites={})
+    tree["arms"]["dpo"]["checkpoint"] = {"best": {"patience": 1}}
+    plan = plan_of(tree)
+    for cell in plan.cells:
+        judge(cell)
+    folder = plan.cells[1].folder
+    lines = [{"step": step, "eval/score": 1.0, "best/step": float(min(step, 2))} for step in (0, 2, 4)]
+    (folder / "metrics.jsonl").write_bytes(b"".join(map(encode_line, lines)))
+    evaluations = read_cells(plan)[1].evaluations
+    assert [evaluation.measures.kl for evaluation in evaluations] == [0.0, 9.0, None]
+
+
+def test_a_gain_at_equal_kl_is_over_the_start_model_on_the_prompts_of_the_evaluations(tmp_path: Path) -> None:
+    plan, _, cells = many(tmp_path, count=3, seeds=2)
+    few = 6  # eval.prompts of the arms
+    limited = []
+    for result in cells:
+        train = result.cell.config.train
+        train = train.model_copy(update={"eval": train.eval.model_copy(update={"prompts": few})})
+        config = result.cell.config.model_copy(update={"train": train})
+        limited.append(replace(result, cell=replace(result.cell, config=config)))
+    table = equal_kl_table(summarize(plan, limited))
+    assert table is not None
+    level = summarize(plan, limited).equal_kl
+    assert level is not None
+    for name, score, gain, *_ in table.rows:
+        scores, starts = [], []
+        for result in limited:
+            if result.cell.arm == name:
+                points = [(row.measures.kl or 0.0, row.measures.score or 0.0) for row in result.evaluations]
+                scores.append(score_at_kl(points, level) or 0.0)
+            elif result.cell.arm == "start" and result.judged is not None:
+                starts.append(float(result.judged.column("score")[:few].mean()))
+        assert score == pytest.approx(sum(scores) / 2)
+        assert gain == pytest.approx(sum(scores) / 2 - sum(starts) / 2)
+
+
+def test_a_judge_that_abstains_makes_the_margin_of_gaming_wider(tmp_path: Path) -> None:
+    _, results, _ = many(tmp_path, count=3, seeds=1)  # of 24 prompts
+
+    def marked(unjudged: float | None) -> int:
+        rows = []
+        for number, row in enumerate([row for row in results.evaluations if row.arm == "ppo"][:2]):
+            # The judge's score falls by 0.7; two standard errors are 0.41 on 24 prompts, and 1 on 4.
+            measures = Measures(score=1.0 - 0.7 * number, proxy=float(number), score_std=1.0, unjudged=unjudged)
+            rows.append(Evaluation(arm="ppo", seed=row.seed, step=number, measures=measures, costs=row.costs))
+        return len(reward_hacking_points(replace(results, evaluations=tuple(rows)), "ppo"))
+
+    assert (marked(None), marked(20.0)) == (1, 0)
