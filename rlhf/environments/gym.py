@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, ClassVar
 
 from rlhf.environments.load import Adapter, Make
@@ -37,7 +38,7 @@ class GymAdapter(Adapter):
             raise ConfigError(f"environment.target gym:{target}: {error}{hint}") from error
         if spec.entry_point is None:
             raise ConfigError(f"environment.target gym:{target}: this ID has no entry point")
-        return lambda: TextOnly(gymnasium.make(target, disable_env_checker=True, **kwargs).unwrapped)
+        return lambda: TextOnly(gymnasium.make(target, disable_env_checker=True, **deepcopy(kwargs)).unwrapped)
 
 
 class TextOnly:

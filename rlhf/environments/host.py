@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +95,8 @@ class Host:
             _seed_generators(request.seed)
             environment = self.make()
             episode = self._episodes[request.episode] = _Episode(environment)  # to be closed, also if reset fails
-            result = checked_reset(environment.reset(seed=request.seed, options=request.options))
+            row = deepcopy(request.options)  # a change of its values is of this episode alone
+            result = checked_reset(environment.reset(seed=request.seed, options=row))
             tools = tuple(getattr(environment, "tool_schemas", ()))
             _save_generators(episode)
         return ResetResult(result.observation, tools)

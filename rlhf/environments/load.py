@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any, ClassVar
 
 from rlhf.environments.protocol import Environment
@@ -56,14 +57,14 @@ def load_environment(target: str, kwargs: Mapping[str, Any]) -> Make:
     made = load_function(target, what=WHAT, error=ConfigError)
     _check_arguments(made, target, kwargs)
     if is_tool_class(made):
-        return lambda: ToolEnvironment(made(**kwargs))
+        return lambda: ToolEnvironment(made(**deepcopy(kwargs)))
     if isinstance(made, type) and not (hasattr(made, "reset") and hasattr(made, "step")):
         names = [name for name in vars(made) if not name.startswith("_")]
         raise ConfigError(
             f"environment.target {target!r} needs the methods reset(seed, options) and step(action)"
             f"{did_you_mean('step', names)}; a class of tools needs reset and public methods with type hints"
         )
-    return lambda: _checked(made(**kwargs), target)
+    return lambda: _checked(made(**deepcopy(kwargs)), target)
 
 
 def _checked(environment: Any, target: str) -> Environment:

@@ -7,16 +7,15 @@ a function of these, and its episode is a fault too.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -55,7 +54,7 @@ class EnvironmentPool:
         """
         self.make = load_environment(target, kwargs)
         self.timeout_s = timeout_s
-        self.seconds = 0.0  # of all requests so far
+        self.phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         start = Start(target, dict(kwargs), tuple(plugins), tuple(sys.path))
         self._local = Host(self.make)
         self._dealt: dict[int, int] = {}  # episode -> number of its worker
@@ -66,10 +65,8 @@ class EnvironmentPool:
 
     def run(self, requests: Sequence[HostRequest]) -> list[HostReply]:
         """Answer the requests, in their order; requests of one episode always go to the same worker."""
-        started = time.perf_counter()
-        answers = self._run_in_workers(requests) if self._workers else [self._run_here(r) for r in requests]
-        self.seconds += time.perf_counter() - started
-        return answers
+        with self.phase("environment"):
+            return self._run_in_workers(requests) if self._workers else [self._run_here(r) for r in requests]
 
     def stop(self) -> None:
         """End the worker processes; the next request starts them again."""
@@ -164,7 +161,7 @@ class _Worker:
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):  # what was still to be written to a dead process
+            with suppress(OSError):  # what was still to be written to a dead process
                 assert stream is not None
                 stream.close()
         self._process = None

@@ -88,8 +88,13 @@ def checked_reset(returned: Any) -> ResetResult:
     Raises:
         EnvironmentFault: it is not a text, messages or None, alone or with a dictionary.
     """
-    is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
-    observation = returned[0] if is_pair else returned
+    observation = returned
+    if isinstance(returned, tuple) and not all(map(_is_message, returned)):
+        if len(returned) != 2:
+            raise EnvironmentFault(f"{RESET_FORM}; it returned {len(returned)} values")
+        observation, info = returned
+        if not isinstance(info, Mapping | None):
+            raise EnvironmentFault(f"{RESET_FORM}; the info is a {type(info).__name__}")
     return ResetResult(_observation("" if observation is None else observation, RESET_FORM))
 
 
@@ -97,7 +102,8 @@ def checked_step(returned: Any) -> StepResult:
     """Check what step returned.
 
     Raises:
-        EnvironmentFault: it is not Gymnasium's five, the observation is no text, or the reward no finite number.
+        EnvironmentFault: it is not Gymnasium's five, the observation is no text, the reward no finite number, or
+            `terminated` or `truncated` neither true nor false.
     """
     if not isinstance(returned, tuple) or len(returned) != 5:
         got = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
@@ -105,11 +111,11 @@ def checked_step(returned: Any) -> StepResult:
     observation, reward, terminated, truncated, info = returned
     number = _number(reward)
     if number is None:
-        raise EnvironmentFault(f"the reward has to be a finite number; step returned {str(reward)[:40]!r}")
+        raise EnvironmentFault(f"the reward has to be a finite number; step returned {_typed(reward)}")
     numbers = info.items() if isinstance(info, Mapping) else ()
     metrics = {str(name): value for name, raw in numbers if (value := _number(raw)) is not None}
     text = _observation("" if observation is None else observation, STEP_FORM)
-    return StepResult(text, number, bool(terminated), bool(truncated), metrics)
+    return StepResult(text, number, _flag("terminated", terminated), _flag("truncated", truncated), metrics)
 
 
 def _observation(value: Any, form: str) -> Observation:
@@ -130,13 +136,33 @@ def _is_message(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number as a float that float32 holds; None for anything else. numpy's scalars are numbers."""
-    value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+    """Return a number as a float that float32 holds; None for anything else. A tensor of one number is one."""
+    value = _plain(value)
     try:
         number = float(value) if isinstance(value, Real) else math.nan
     except OverflowError:  # an integer that no float holds
         return None
     return number if math.isfinite(number) and abs(number) <= LARGEST_REWARD else None
+
+
+def _flag(name: str, value: Any) -> bool:
+    """Return a value that is true, false, 0, 1 or None as a bool."""
+    plain = _plain(value)
+    if plain is None or (isinstance(plain, Real) and plain in (0, 1)):
+        return bool(plain)
+    raise EnvironmentFault(f"{name} has to be true or false; step returned {_typed(value)}")
+
+
+def _plain(value: Any) -> Any:
+    """Return the element of an array or a tensor of one element; anything else as it is."""
+    try:
+        return value.item() if hasattr(value, "item") else value
+    except (RuntimeError, TypeError, ValueError):  # of several elements
+        return value
+
+
+def _typed(value: Any) -> str:
+    return f"the {type(value).__name__} {repr(value)[:40]}"
 
 
 def describe_error(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, ClassVar
 
 from rlhf.environments.load import Adapter, Make
@@ -32,12 +33,11 @@ class ReasoningAdapter(Adapter):
             raise ConfigError(
                 f"environment.target reasoning_gym:{target}: there is no such task{did_you_mean(target, DATASETS)}"
             )
-        settings = dict(kwargs)
         try:
-            reasoning_gym.create_dataset(target, size=1, seed=0, **settings)
+            reasoning_gym.create_dataset(target, size=1, seed=0, **deepcopy(kwargs))
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(f"environment.kwargs: reasoning_gym:{target} refuses them: {error}") from error
-        return lambda: Question(target, settings)
+        return lambda: Question(target, deepcopy(kwargs))
 
 
 class Question:
@@ -45,7 +45,7 @@ class Question:
 
     def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
         """Take the task and the settings of its data set."""
-        self.task, self.settings = task, dict(settings)
+        self.task, self.settings = task, settings
         self.data: Any = None
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:

@@ -13,19 +13,15 @@ from rlhf.section import Facts, Rule, Section, Value
 from rlhf.user_code import OBJECT, files_of
 
 Count = Annotated[int, Ge(1)]
-FEWEST_ACTION_TOKENS = 8  # of a turn: fewer hold no sentence and no call of a tool
 ERROR_SHARE = 0.05  # of the episodes of a step; more failures of environments stop the run
 
 
 def few_tokens(environment: EnvironmentConfig, facts: Facts) -> Value | None:
     """Return a budget for episodes of several turns that ends most of them before their last turn."""
-    longest = facts.run.sampling.max_new_tokens
-    if environment.max_turns == 1:
-        return None
-    if longest < FEWEST_ACTION_TOKENS:
-        return float(longest)
     budget = environment.max_tokens
-    return float(budget) if budget is not None and budget < 2 * longest else None
+    if environment.max_turns == 1 or budget is None:
+        return None
+    return float(budget) if budget < 2 * facts.run.sampling.max_new_tokens else None
 
 
 def no_deadline(environment: EnvironmentConfig, facts: Facts) -> Value | None:
@@ -51,7 +47,7 @@ class EnvironmentConfig(Section):
     on_error: Literal["drop", "zero", "stop"] = "drop"
     """Treatment of an episode whose environment raises, hangs, or returns NaN. drop: the episode is left out of
     the loss and of its group's baseline; zero: it ends there with the rewards so far; stop: the run is saved and stops.
-    More than 5 % of a step's episodes stop the run in any case."""
+    More than 5 % of a step's episodes, and more than one, stop the run in any case."""
     workers: Annotated[int, Ge(0)] = 0
     """Processes that run environments, for each rank. 0: they run in the process that trains. Does not change
     results."""
@@ -70,10 +66,10 @@ class EnvironmentConfig(Section):
             level="warning",
             key="max_tokens",
             violation=few_tokens,
-            reason="With a budget of one or two short actions most episodes of several turns are cut before they can "
+            reason="With a budget of less than two actions most episodes of several turns are cut before they can "
             "succeed: nothing is learned, and nothing fails.",
             source="TRL, issues 5697 and 6263: a default of 256 tokens",
-            fix="sampling.max_new_tokens=32 (8 for a number alone), environment.max_tokens=null",
+            fix="environment.max_tokens=null, or room for max_turns actions and observations",
         ),
         Rule(
             name="agent-no-deadline",

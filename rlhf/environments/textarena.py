@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, ClassVar
 
 from rlhf.environments.load import Adapter, Make
@@ -32,7 +33,7 @@ class TextArenaAdapter(Adapter):
             raise ConfigError(
                 f"environment.target textarena:{target}: TextArena has no such game{did_you_mean(target, ENV_REGISTRY)}"
             )
-        return lambda: Game(textarena.make(target, **kwargs))
+        return lambda: Game(textarena.make(target, **deepcopy(kwargs)))
 
 
 class Game:

@@ -209,7 +209,7 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
 def _connect(built: _Models, recorder: Recorder, *, has_clock: bool) -> None:
     """Let what samples report to the recorder; the thread that samples ahead has no clock of its own."""
     if built.episodes is not None:
-        built.episodes.note = recorder.note
+        built.episodes.note, built.episodes.pool.phase = recorder.note, recorder.phase
     if built.servers is not None:
         built.servers.warn = recorder.note
         if has_clock:

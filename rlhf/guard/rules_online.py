@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from rlhf.config.sections import OnlineConfig, RunConfiguration
-from rlhf.guard.rule import EVERY, ONLINE, outside
+from rlhf.config.sections import OfflineConfig, OnlineConfig, RunConfiguration
+from rlhf.guard.rule import EVERY, ONLINE, POLICY, outside
 from rlhf.section import Facts, Rule, Value
 
 SHORTEST = 16  # tokens
+SHORTEST_ACTION = 8  # tokens of a turn: fewer hold no sentence and no call of a tool
 
 
 def no_brake(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -60,6 +61,13 @@ def short_completions(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return a limit in which hardly a sentence fits, if a learned reward reads sentences."""
     length = config.sampling.max_new_tokens
     return float(length) if config.reward.source.is_learned and length < SHORTEST else None
+
+
+def short_actions(config: OnlineConfig | OfflineConfig, facts: Facts) -> Value | None:
+    """Return a limit of a turn in which no sentence and no call of a tool fits."""
+    longest, environment = config.sampling.max_new_tokens, config.environment
+    has_turns = environment is not None and environment.max_turns > 1
+    return float(longest) if has_turns and longest < SHORTEST_ACTION else None
 
 
 def cut_off_unpunished(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -181,6 +189,17 @@ ONLINE_RULES = (
         reason="A learned reward was trained on complete answers, and this limit cuts off most sentences.",
         source="Ziegler et al. 2019: 24; Huang et al. 2024 (N+): 53",
         fix="set sampling.max_new_tokens to the length of the answers in the reward model's data",
+    ),
+    Rule(
+        name="agent-short-actions",
+        level="warning",
+        runs=POLICY,
+        key="sampling.max_new_tokens",
+        violation=short_actions,
+        reason="An action of fewer than 8 tokens holds no sentence and no call of a tool, so that hardly an episode of "
+        "several turns can succeed.",
+        source="arithmetic: an empty call of a tool as JSON has more tokens",
+        fix="sampling.max_new_tokens=32 (8 for a number alone)",
     ),
     Rule(
         name="cut-off-unpunished",

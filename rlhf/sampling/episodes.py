@@ -91,7 +91,6 @@ class Episode:
 class EpisodeCounts:
     """Counts of the played episodes that are not in their rows."""
 
-    seconds: float = 0.0
     calls: float = 0.0
     failed_calls: float = 0.0
     malformed: float = 0.0
@@ -102,7 +101,6 @@ class EpisodeCounts:
         """Return the metrics of the episodes so far."""
         episodes = max(self.episodes, 1)
         metrics = {
-            "env/time": self.seconds,
             "env/malformed": self.malformed / episodes,
             "env/cut_actions": self.cut_actions / episodes,
         }
@@ -152,7 +150,6 @@ class EpisodeSampler:
             RewardError: too many environments failed, or one did and environment.on_error is stop.
         """
         rows = repeat_rows(prompts, group_size)
-        started = self.pool.seconds
         episodes = self._begin(rows, key, group_size)
         try:
             with self.steady():
@@ -167,7 +164,6 @@ class EpisodeSampler:
                 f"no episode could begin: the first observation of {self.config.target!r} leaves no room for an action "
                 f"in the model's context of {self.context}; shorten it, or lower sampling.max_new_tokens"
             )
-        self.counts.seconds += self.pool.seconds - started
         self.counts.episodes += len(episodes)
         return self._collect(rows, episodes, first, group_size)
 
@@ -204,8 +200,7 @@ class EpisodeSampler:
             rendered = self.encoder.render(prompt, tools=answer.tools if native else ())
         except BadRow as error:
             raise ConfigError(f"the chat template refuses the first observation: {error}") from error
-        shown = prompt if isinstance(prompt, str) else "\n\n".join(str(message["content"]) for message in prompt)
-        episode.reference = {**episode.reference, "prompt": shown}
+        episode.reference = {**episode.reference, "prompt": rendered.prompt}
         (ids,) = self.encoder.prompts([rendered])
         if self.context is not None and len(ids) + self.max_new_tokens > self.context:
             episode.stop = StopReason.CONTEXT

@@ -296,8 +296,6 @@ env/tool_calls        | count    | mean calls of tools in an episode
     chart/environment: 8 Calls of tools
 env/tool_error        | share    | calls of tools that failed: malformed, unknown, or an error of the tool
     better: lower; chart/environment: 9 Calls of tools that failed
-env/time              | s        | time of the step in environments
-    chart/environment: 10 Time in environments
 pair/count            | count    | online_dpo: pairs trained on in the step, at most one per prompt
 pair/ties             | count    | online_dpo: prompts without a pair: ties, or gaps below `min_gap`
 pair/score_gap        | score    | online_dpo: mean score of chosen minus rejected completions

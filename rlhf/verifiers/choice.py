@@ -51,8 +51,8 @@ class ChoiceGrader(Grader):
         value = row.get(self.answer)
         if value is None:
             return None
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.letters):
-            return self.letters[value]
+        if isinstance(value, int | float) and not isinstance(value, bool) and value in range(len(self.letters)):
+            return self.letters[int(value)]  # 1.0 too: pandas' form of a column of whole numbers with gaps
         letter = str(value).strip().strip("().:").upper()
         if len(letter) == 1 and letter in self.letters:
             return letter

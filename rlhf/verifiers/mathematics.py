@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, Literal
@@ -147,6 +148,7 @@ def _symbolic() -> Callable[[str, str], bool]:
     """Return math-verify's comparison, without its own timers: they work in the main thread only, and ours kill."""
     import math_verify
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timers are off
     configs: list[Any] = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]
 
     def compare(gold: str, text: str) -> bool:

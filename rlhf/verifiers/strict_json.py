@@ -30,7 +30,7 @@ class JsonGrader(Grader):
 
         parses  it has a JSON object or array in it, without a key twice, NaN or Infinity
         keys    every object has exactly the keys that it should have
-        types   the share of the values with the right type (a number from 0 to 1, the others 0 or 1)
+        types   the share of the values that fit type and limits (a number from 0 to 1, the others 0 or 1)
         right   keys, types, lengths and values are all right
         only    the completion is the JSON and nothing else: no prose, no fence
 

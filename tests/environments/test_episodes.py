@@ -338,6 +338,26 @@ def test_a_first_observation_without_room(tmp_path: Path) -> None:
     assert all(str(reference["prompt"]).endswith("\n\nred red red") for reference in rows.references)
 
 
+def test_the_prompt_of_an_episode_is_the_text_that_the_model_reads(tmp_path: Path) -> None:
+    """With the template's marks, as of a run without an environment."""
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for message in messages %}{{ 'blue ' if message['role'] == 'user' else 'two ' }}"
+        "{{ message['content'] }}{{ '<eos>' }}{% endfor %}{% if add_generation_prompt %}two {% endif %}"
+    )
+    settings = runs.merge(tree(tmp_path, "Wordy", kwargs={"words": 2}), {"data": {"chat_template": str(template)}})
+    run = runs.online(settings)
+    rows = played(run)
+    assert run.episodes is not None
+    tokenizer = run.episodes.encoder.tokenizer
+    for row, reference in enumerate(rows.references):
+        text = str(reference["prompt"])
+        assert text.startswith("blue ")
+        assert text.endswith("\n\nred red<eos>two ")
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert ids == rows.prompt_ids[row][rows.prompt_mask[row]].tolist()
+
+
 def test_a_supervised_run_is_evaluated_by_episodes(tmp_path: Path) -> None:
     settings = runs.offline_tree(tmp_path, "sft")
     del settings["data"]["preferences"], settings["data"]["eval_preferences"], settings["eval"]["source"]

@@ -67,10 +67,20 @@ def test_a_source_without_an_environment_is_refused(tmp_path: Path) -> None:
 
 
 def test_lint_of_budgets_and_deadlines(tmp_path: Path) -> None:
-    broken = {finding.rule.name for finding in lint(config(tmp_path, environment={"step_timeout_s": None}))}
-    assert {"agent-token-budget", "agent-no-deadline"} <= broken
-    roomy = config(tmp_path, sampling={"max_new_tokens": 32})
-    assert not {finding.rule.name for finding in lint(roomy)} & {"agent-token-budget", "agent-no-deadline"}
+    def broken(**changes: Any) -> dict[str, str]:
+        findings = {finding.rule.name: finding for finding in lint(config(tmp_path, **changes))}
+        return {name: finding.setting for name, finding in findings.items() if name.startswith("agent-")}
+
+    short = {"agent-short-actions": "sampling.max_new_tokens is 6"}
+    assert broken() == short
+    assert broken(environment={"step_timeout_s": None}) == {
+        **short, "agent-no-deadline": "environment.step_timeout_s is null",
+    }  # fmt: skip
+    roomy = {"max_new_tokens": 32}
+    assert broken(sampling=roomy) == {}
+    assert broken(sampling=roomy, environment={"max_tokens": 60}) == {
+        "agent-token-budget": "environment.max_tokens is 60"
+    }
 
 
 class Echo:

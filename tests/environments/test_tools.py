@@ -8,15 +8,25 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Literal, Optional
 
+import numpy
 import pytest
+import torch
 
 from rlhf.environments.gym import TextOnly
 from rlhf.environments.host import Act, Begin, End, Host
 from rlhf.environments.load import load_environment
-from rlhf.environments.protocol import EnvironmentFault, Fault, StepResult, checked_reset, checked_step
+from rlhf.environments.pool import EnvironmentPool
+from rlhf.environments.protocol import (
+    EnvironmentFault,
+    Fault,
+    ResetResult,
+    StepResult,
+    checked_reset,
+    checked_step,
+)
 from rlhf.environments.tools import FunctionTools, ToolEnvironment, read_calls, tool_guide, tool_of
 from rlhf.errors import ConfigError
 
@@ -167,6 +177,11 @@ def test_guess_the_number() -> None:
         (("a", float("inf"), True, False, {}), "finite number"),
         (("a", "1", True, False, {}), "finite number"),
         (("a", 10**400, True, False, {}), "finite number"),
+        (("a", "1", True, False, {}), "the str '1'"),
+        (("a", None, True, False, {}), "the NoneType None"),
+        (("a", 1.0, "False", False, {}), "terminated has to be true or false; step returned the str 'False'"),
+        (("a", 1.0, False, [False], {}), r"truncated has to be true or false; step returned the list \[False\]"),
+        (("a", 1.0, 2, False, {}), "terminated has to be true or false; step returned the int 2"),
         ((b"a", 1.0, True, False, {}), "the observation is a bytes"),
         (([{"content": "x"}], 1.0, True, False, {}), "the observation is a list"),
         (([{"role": "user", "content": 5}], 1.0, True, False, {}), "the observation is a list"),
@@ -180,11 +195,100 @@ def test_what_is_no_step(returned: Any, reason: str) -> None:
 def test_what_is_a_step_and_a_reset() -> None:
     step = checked_step((None, 1, 0, 1, {"hits": 2, "name": "x", "state": 10**400}))
     assert step == StepResult("", 1.0, False, True, {"hits": 2.0})
-    assert checked_reset(None).observation == ""
+    for one in (torch.tensor(1.0), torch.tensor([1.0]), numpy.float32(1), numpy.array([1.0])):
+        assert checked_step(("", one, numpy.bool_(True), None, {})) == StepResult("", 1.0, True, False)
+    ended = [checked_step(("", 0.0, flag, False, None)).terminated for flag in (True, 1, 1.0, torch.tensor(True))]
+    assert ended == [True] * 4
+    assert checked_reset(None).observation == checked_reset(("", None)).observation == ""
     assert checked_reset("a").observation == "a"
     assert checked_reset(([{"role": "user", "content": "a"}], {})).observation == [{"role": "user", "content": "a"}]
     odd = checked_reset([{"role": "user", "content": "\ud800"}, {"role": "user", "content": None}]).observation
     assert odd == [{"role": "user", "content": "?"}, {"role": "user", "content": ""}]
+
+
+def test_what_is_no_reset() -> None:
+    with pytest.raises(EnvironmentFault, match=r"^reset returns \(observation, info\); it returned 3 values$"):
+        checked_reset(("a", 0.0, {}))
+    with pytest.raises(EnvironmentFault, match=r"^reset returns \(observation, info\); the info is a str$"):
+        checked_reset(("a", "b"))
+
+
+class Dealer:
+    """Takes the last card of the row's deck, and of the deck of its keywords."""
+
+    def __init__(self, deck: list[str]) -> None:
+        self.deck = deck
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        assert options is not None
+        return options["deck"].pop() + self.deck.pop(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", 0.0, True, False, {}
+
+
+class DealerOfTools:
+    """Does the same in TRL's form."""
+
+    def __init__(self, deck: list[str]) -> None:
+        self.deck = deck
+
+    def reset(self, deck: list[str]) -> str:
+        return deck.pop() + self.deck.pop()
+
+    def draw(self) -> str:
+        """Draw a card."""
+        return "none"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Dealer, DealerOfTools])
+def test_an_episode_has_a_row_and_keywords_of_its_own(kind: type, workers: int) -> None:
+    row, kwargs = {"deck": ["a", "b"]}, {"deck": ["c", "d"]}
+    pool = EnvironmentPool(f"{__file__}:{kind.__name__}", kwargs, workers=workers)
+    answers = pool.run([Begin(1, 5, row), Begin(2, 5, row)])
+    pool.stop()
+    assert [answer.observation for answer in answers if isinstance(answer, ResetResult)] == ["bd", "bd"]
+    assert (row, kwargs) == ({"deck": ["a", "b"]}, {"deck": ["c", "d"]})
+
+
+@pytest.mark.parametrize(
+    ("library", "target"),
+    [("gymnasium", "gym:A-v1"), ("textarena", "textarena:A"), ("reasoning_gym", "reasoning_gym:A")],
+)
+def test_an_environment_of_a_library_has_keywords_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, library: str, target: str
+) -> None:
+    taken: list[str] = []
+
+    def make(*_: Any, deck: list[str], **__: Any) -> SimpleNamespace:
+        taken.append(deck.pop())
+        return SimpleNamespace(unwrapped=SimpleNamespace(action_space=None))
+
+    class Made(list[dict[str, str]]):
+        def __init__(self, *_: Any, deck: list[str], **__: Any) -> None:
+            super().__init__([{"question": ""}])
+            taken.append(deck.pop())
+
+    error = SimpleNamespace(Error=ValueError)
+    modules = {
+        "gymnasium": SimpleNamespace(make=make, spec=lambda _: SimpleNamespace(entry_point="a"), error=error),
+        "textarena": SimpleNamespace(make=make),
+        "textarena.envs": SimpleNamespace(),
+        "textarena.envs.registration": SimpleNamespace(ENV_REGISTRY=["A"]),
+        "reasoning_gym": SimpleNamespace(create_dataset=Made),
+        "reasoning_gym.factory": SimpleNamespace(DATASETS=["A"]),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    kwargs = {"deck": ["c", "d"]}
+    make_one = load_environment(target, kwargs)
+    for _ in range(2):
+        environment = make_one()
+        if library == "reasoning_gym":
+            environment.reset(seed=1)
+    assert set(taken) == {"d"}
+    assert kwargs == {"deck": ["c", "d"]}
 
 
 def test_an_environment_that_fails_to_reset_is_closed() -> None:

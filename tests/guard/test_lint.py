@@ -46,7 +46,7 @@ SMOOTH = "algorithm.loss.label_smoothing"
 CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("does-not-fit", SFT, ["policy.model=Qwen/Qwen2.5-3B"], ["policy.model=Qwen/Qwen2.5-0.5B"],
      Facts(memory=24e9, device="cuda")),
-    ("agent-token-budget", AGENT, ["sampling.max_new_tokens=4"], ["sampling.max_new_tokens=8"], UNKNOWN),
+    ("agent-short-actions", AGENT, ["sampling.max_new_tokens=4"], ["sampling.max_new_tokens=8"], UNKNOWN),
     ("agent-token-budget", AGENT, ["environment.max_tokens=15"], ["environment.max_tokens=16"], UNKNOWN),
     ("agent-no-deadline", AGENT, ["environment.step_timeout_s=null"], ["environment.step_timeout_s=60"], UNKNOWN),
     ("clip-zero", PPO, ["algorithm.policy_loss.clip_eps_low=0", "algorithm.policy_loss.clip_eps_high=0"],
