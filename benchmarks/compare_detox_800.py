@@ -25,6 +25,9 @@ SUITE = "detox"
 NAMES = {
     "grpo_kl_in_reward": "GRPO, its KL in the reward",
     "dpo_low": "DPO, rate 1e-6",
+    "dpo_sampled": "DPO, pairs of the start's samples",
+    "online_dpo": "online DPO",
+    "rejection_sampling": "rejection sampling",
     "sft_same": "SFT, the same pairs",
 }
 # Between arms of different folders; `suite_differences` has the others.
