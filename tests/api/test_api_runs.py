@@ -361,6 +361,54 @@ def test_a_run_in_a_thread_of_a_notebook(model: str, tmp_path: Path) -> None:
     assert results[0].complete
 
 
+@pytest.mark.parametrize(
+    ("twice", "message"),
+    [
+        ({"lr": 1e-5, "policy": {"lr": 1e-4}}, r"lr and policy both set policy\.lr"),
+        ({"policy": {"lr": 1e-4}, "policy.lr": 1e-5}, r"policy and policy\.lr both set policy\.lr"),
+        ({"steps": 1, "schedule": {"steps": 2}}, r"steps and schedule both set schedule\.steps"),
+        ({"seed": 1, "run.seed": 2}, r"seed and run\.seed both set run\.seed"),
+        ({"lr": 1e-5, "learning_rate": 1e-4}, r"lr and learning_rate both set policy\.lr"),
+    ],
+)
+def test_two_values_for_one_key_are_an_error(twice: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{message}: give one of them"):
+        rlhf.train("model", "grpo", prompts=PROMPTS, reward=goodness, folder=tmp_path / "run", **twice)
+    with pytest.raises(ConfigError, match=r"lr and model\.lr both set model\.lr"):
+        rlhf.reward_model("model", PAIRS, folder=tmp_path / "run", lr=1e-5, **{"model.lr": 1e-4})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"on_step": 3}, "on_step is a int: give a function of the step and its metrics"),
+        ({"loss": 3}, "loss is a int: give a function, or an instance of a class"),
+        ({"advantage": "group"}, 'advantage is a str: .* algorithm={"advantage"'),
+        ({"reward": [goodness, (goodness, "x")]}, r"reward: entry 2 of the list is no \(reward, weight\)"),
+        ({"reward": [goodness, (goodness, 1, 2)]}, r"reward: entry 2 of the list is no \(reward, weight\)"),
+        ({"model": None}, "model is missing: give a path"),
+        ({"preset": None}, 'preset is missing: .*"grpo"'),
+    ],
+)
+def test_an_argument_that_is_none_of_its_forms_is_named(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    arguments = {"model": "model", "preset": "grpo", "reward": goodness, "prompts": PROMPTS, "folder": tmp_path / "run"}
+    with pytest.raises(ConfigError, match=message):
+        inspect.unwrap(rlhf.train)(**{**arguments, **wrong})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_is_missing_is_named_by_every_call(tmp_path: Path) -> None:
+    missing: Any = None
+    with pytest.raises(ConfigError, match="model is missing: give a path"):
+        rlhf.sft(missing, ["good"], folder=tmp_path / "run")
+    with pytest.raises(ConfigError, match="model is missing: give a path"):
+        rlhf.reward_model(missing, PAIRS, folder=tmp_path / "run")
+    with pytest.raises(ConfigError, match="model is a NoneType: give a run, a model folder or a hub id"):
+        inspect.unwrap(rlhf.evaluate)(missing)
+    with pytest.raises(ConfigError, match="against is a int: give a run, a model folder or a hub id"):
+        inspect.unwrap(rlhf.evaluate)(str(tmp_path), against=5)  # type: ignore[arg-type]
+
+
 def test_mistakes_are_told_before_anything_is_written(model: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(ConfigError, match=r"policy\.lrr"):
