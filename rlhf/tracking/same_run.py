@@ -217,7 +217,7 @@ def changes_since(folder: RunFolder, config: TrainConfig | RewardModelConfig) ->
 def functions_of(config: TrainConfig | RewardModelConfig) -> dict[str, str]:
     """Return digests of the source of the functions and classes that were given as Python objects, by their setting.
 
-    One without a source has an empty digest. The functions that it calls, and the objects it reads, are in no digest.
+    One without a source has an empty digest. The functions that it calls, and global variables, are in no digest.
     """
     sources: dict[str, str] = {}
     for place, section in walk(config):
