@@ -9,7 +9,9 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 LIBRARIES, SITE = (os.path.dirname(__file__), os.path.dirname(os.__file__), "<frozen"), "site-packages"
 OBJECT = "python:"  # how the target of a function begins that was given as an object and has no import path
-_OBJECTS: dict[str, Callable[..., Any]] = {}
+_OBJECTS: dict[str, Callable[..., Any]] = {}  # the functions that were given as objects, by target
+_SOURCES: dict[str, str] = {}  # their sources, as they were when the functions were first given
 
 
 def target_of(function: Callable[..., Any]) -> str:
@@ -33,23 +36,60 @@ def target_of(function: Callable[..., Any]) -> str:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     is_plain = bool(module) and module != "__main__" and name.isidentifier()
     if is_plain and getattr(sys.modules.get(str(module)), name, None) is function and _is_importable(str(module)):
-        return f"{module}:{name}"
+        return _keep(f"{module}:{name}", function)
     label = name.rpartition(".")[2].strip("<>") or type(function).__name__
     target = f"{OBJECT}{label}"
     count = 1
     while _OBJECTS.get(target, function) is not function:
         count += 1
         target = f"{OBJECT}{label}-{count}"
-    _OBJECTS[target] = function
+    return _keep(target, function)
+
+
+def _keep(target: str, function: Callable[..., Any]) -> str:
+    if _OBJECTS.get(target) is not function:
+        _OBJECTS[target], _SOURCES[target] = function, read_source(function)
     return target
 
 
-def source_of(target: str) -> str:
-    """Return the source of a function that was given as an object; empty for other targets, and if it has none."""
-    try:
-        return inspect.getsource(_OBJECTS[target])
-    except (KeyError, OSError, TypeError):
-        return ""
+def source_of(target: str) -> str | None:
+    """Return the source of a function that was given as an object, as `read_source` does; None for other targets."""
+    return _SOURCES.get(target)
+
+
+def read_source(given: Any) -> str:
+    """Return the source of a function or a class, with the numbers and texts that it keeps; empty if it has none.
+
+    These are defaults, values of the functions around it, and the arguments of a partial. Of a notebook's class it is
+    the source of its methods.
+    """
+    code = given.func if isinstance(given, partial) else given if hasattr(given, "__qualname__") else type(given)
+    with suppress(OSError, TypeError, ValueError):
+        source = _lambda_source(code) if code.__name__ == "<lambda>" else inspect.getsource(code)
+        return source + "".join(f"\n{value!r}" for value in _kept(given) if isinstance(value, str | int | float))
+    methods = vars(code).values() if isinstance(code, type) else ()
+    return "".join(read_source(method) for method in methods if inspect.isfunction(method))
+
+
+def _kept(given: Any) -> Iterator[object]:
+    if isinstance(given, partial):
+        yield from (*given.args, *given.keywords.values(), *_kept(given.func))
+    elif inspect.isfunction(given):
+        yield from (cell.cell_contents for cell in given.__closure__ or ())
+        yield from (*(given.__defaults__ or ()), *(given.__kwdefaults__ or {}).values())
+
+
+def _lambda_source(function: Any) -> str:
+    """Return the arguments and the expression of a lambda, without the statement that it stands in."""
+    code = function.__code__
+    spans = [(line, start, last, end) for line, last, start, end in code.co_positions() if end]
+    first, start = min((line, start) for line, start, _, _ in spans)
+    last, end = max((line, end) for _, _, line, end in spans)
+    lines = [line.encode() for line in inspect.findsource(function)[0][first - 1 : last]]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return f"lambda {', '.join(names)}: {b''.join(lines).decode()}"
 
 
 def _is_importable(module: str) -> bool:

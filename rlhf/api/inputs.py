@@ -22,6 +22,7 @@ from rlhf.plugins import as_settings, plugins_in
 from rlhf.section import Section
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.same_run import has_trained
+from rlhf.tracking.trackers import flatten
 from rlhf.user_code import target_of
 
 Rows = str | Path | Mapping[str, Any] | Iterable[str | Mapping[str, Any]]
@@ -171,6 +172,15 @@ class Inputs:
         )
 
     def _ensemble(self, rewards: Sequence[Any], name: str) -> Tree:
+        """Return the section of a weighted sum.
+
+        Raises:
+            ConfigError: an entry is a tuple of another form.
+        """
+        for number, reward in enumerate(rewards, start=1):
+            is_loaded = isinstance(reward, tuple) and hasattr(next(iter(reward), None), "save_pretrained")
+            if isinstance(reward, tuple) and not (is_loaded or _has_weight(reward)):
+                raise ConfigError(f"{name}: entry {number} of the list is no (reward, weight): the weight is a number")
         pairs = [_with_weight(reward) for reward in rewards]
         sources = [self.reward(reward, f"{name}-{number}") for number, (reward, _) in enumerate(pairs)]
         return {"type": "ensemble", "how": "sum", "weights": [weight for _, weight in pairs], "sources": sources}
@@ -215,16 +225,23 @@ def nested(settings: Mapping[str, Any], call: Callable[..., Any], model: str = "
         model: the section of the model that it trains.
 
     Raises:
-        ConfigError: a keyword is neither an argument, nor a section, nor a key; the message names the nearest.
+        ConfigError: a keyword is neither an argument, nor a section, nor a key; the message names the nearest. Or two
+            keywords set one key.
     """
     tree: Tree = {}
+    setters: dict[str, str] = {}
     for key, value in settings.items():
         full = SHORTHANDS.get(key, key).format(model=model)
         if full.partition(".")[0] not in SECTIONS:
             names = [*inspect.signature(call).parameters, *SECTIONS, *SHORTHANDS]
             near = did_you_mean(key, names) or "; further settings are given by section, policy={...}, or by key"
             raise ConfigError(f"{key}: rlhf.{call.__name__} has no such argument{near}")
-        tree = merge(tree, branch_at(full, as_settings(value)))
+        branch = branch_at(full, as_settings(value))
+        for leaf in flatten(branch):
+            if leaf in setters:
+                raise ConfigError(f"{setters[leaf]} and {key} both set {leaf}: give one of them")
+            setters[leaf] = key
+        tree = merge(tree, branch)
     return with_plugins(tree, settings)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from rlhf.api.inputs import nested
 from rlhf.config.files import Tree, merge_overrides
 from rlhf.config.load import check_kind, read_yaml, reward_model_config, train_config
+from rlhf.errors import called_from_python
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.planning.options import PlanOptions
 from rlhf.planning.plan import Plan
@@ -16,7 +17,7 @@ from rlhf.planning.plan import Plan
 def plan(
     config: str | Path | None = None,
     *,
-    memory: str | None = None,
+    memory: str | float | None = None,
     gpus: int | None = None,
     device: str | None = None,
     prompt_tokens: int | None = None,
@@ -30,7 +31,7 @@ def plan(
 
     Args:
         config: a configuration file of `rlhf train` or `rlhf reward`; None: the settings alone.
-        memory: of one GPU, or of the machine with device="cpu": "24GB", "80GiB".
+        memory: of one GPU, or of the machine with device="cpu": "24GB", "80GiB", or a number of GB.
         gpus: processes, one for each GPU.
         device: "cpu" or "cuda"; None: the device of the configuration, or else of this machine.
         prompt_tokens: tokens of a prompt; None: the limit of the configuration.
@@ -49,7 +50,9 @@ def plan(
         check_kind("reward" if is_reward_model else "train", config, file)
     tree = merge_overrides(file, nested(settings, plan, "model" if is_reward_model else "policy"))
     made = reward_model_config(tree) if is_reward_model else train_config(tree)
+    size = None if memory is None else str(memory)
     options = PlanOptions(
-        memory=memory, gpus=gpus, device=device, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
+        memory=size, gpus=gpus, device=device, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
     )
-    return options.plan(resolve_lab_paths(made))
+    with called_from_python():
+        return options.plan(resolve_lab_paths(made))

@@ -215,7 +215,10 @@ def train(
         sections["eval"] = {"source": inputs.reward(judge, "judge")}
     if environment is not None:
         sections["environment"] = inputs.environment(environment)
-    config_of_run = train_config(with_plugins(draft.tree(), given))
+    tree = with_plugins(draft.tree(), given)
+    if tree.get("algorithm") is None:
+        raise ConfigError('preset is missing: give the name of an algorithm, such as "ppo", "grpo" or "dpo"')
+    config_of_run = train_config(tree)
     return _run(config_of_run, inputs, run_train, on_step=on_step, quiet=quiet)
 
 
@@ -303,6 +306,7 @@ class Draft:
     base: Tree  # the content of the configuration file
     inputs: Inputs
     settings: Tree  # the other keywords of the call, over everything else
+    section: str  # of the model that it trains
     sections: Tree = field(default_factory=dict)  # from the arguments, over `base`
 
     @classmethod
@@ -321,23 +325,36 @@ class Draft:
         if config is not None:
             with called_from_python():
                 check_kind("reward" if call is reward_model else "train", config, base)
-        keywords = nested(settings, call, "model" if call is reward_model else "policy")
+        section = "model" if call is reward_model else "policy"
+        keywords = nested(settings, call, section)
         wanted = _wanted_folder(folder, keywords, base, algorithm)
-        return cls(base, Inputs(_run_folder(wanted, resume=bool(resume)), resume), keywords)
+        return cls(base, Inputs(_run_folder(wanted, resume=bool(resume)), resume), keywords, section)
 
     def tree(self) -> Tree:
-        """Return the whole configuration."""
+        """Return the whole configuration.
+
+        Raises:
+            ConfigError: it names no model.
+        """
         folder: Tree = {"run": {"out_dir": str(self.inputs.folder)}}
         if self.inputs.resume:
             folder["checkpoint"] = {"resume": "always" if self.inputs.resume == "always" else "auto"}
-        return merge_overrides(self.base, merge(merge(self.sections, self.settings), folder))
+        tree = merge_overrides(self.base, merge(merge(self.sections, self.settings), folder))
+        if get_setting(tree, f"{self.section}.model") is None:
+            raise ConfigError("model is missing: give a path, a hub id, or a loaded causal LM with its tokenizer")
+        return tree
 
 
-def _run(config: Any, inputs: Inputs, run: Callable[..., bool], *, on_step: OnStep | None, quiet: bool) -> RunResult:
+def _run(config: Any, inputs: Inputs, run: Callable[..., bool], *, on_step: Any, quiet: bool) -> RunResult:
     """Check the folder, write the inputs, check the files, run, and return the result.
 
     A call that fails before a step is taken leaves no folder behind.
+
+    Raises:
+        ConfigError: on_step is no function.
     """
+    if on_step is not None and not callable(on_step):
+        raise ConfigError(f"on_step is a {type(on_step).__name__}: give a function of the step and its metrics")
     config = resolve_lab_paths(config)
     folder = Path(config.run.out_dir)
     with called_from_python(), inputs.removed_on_error():
@@ -407,16 +424,25 @@ def _merged(
 
 def _algorithm(
     algorithm: str | Mapping[str, Any] | None,
-    advantage: Callable[..., Any] | Section | None,
-    loss: Callable[..., Any] | Section | None,
+    advantage: Any,
+    loss: Any,
 ) -> Tree:
-    """Return the section `algorithm`; own functions without an algorithm are used in place of GRPO's."""
+    """Return the section `algorithm`; own functions without an algorithm are used in place of GRPO's.
+
+    Raises:
+        ConfigError: the advantage or the loss is neither a function nor a section.
+    """
     if algorithm is None and (advantage is not None or loss is not None):
         algorithm = "grpo"
     section: Tree = {"preset": algorithm} if isinstance(algorithm, str) else dict(algorithm or {})
     for key, own in {"advantage": advantage, "policy_loss": loss}.items():
         if isinstance(own, Section):
             section[key] = as_settings(own)
+        elif own is not None and not callable(own):
+            raise ConfigError(
+                f"{key.removeprefix('policy_')} is a {type(own).__name__}: give a function, or an instance of a class; "
+                f'one of ours by its name: algorithm={{"{key}": {{"type": ...}}}}'
+            )
         elif own is not None:
             section[key] = {"type": "function", "target": target_of(own)}
     return section
@@ -482,7 +508,7 @@ def evaluate(
     Raises:
         UserError: there is nothing to evaluate on, or a model cannot be loaded.
     """
-    path, other = _path(model), _path(against)
+    path, other = _path(model), _path(against, "against")
     if suite is None and (data is not None or limit is not None):
         raise ConfigError("data and limit are a suite's: name one, as in suite='persona'")
     if suite is not None:
@@ -503,7 +529,9 @@ def _warn_of_rounding(path: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _path(model: str | Path | RunResult) -> str:
+def _path(model: Any, argument: str = "model") -> str:
+    if not isinstance(model, str | Path | RunResult):
+        raise ConfigError(f"{argument} is a {type(model).__name__}: give a run, a model folder or a hub id")
     return resolve_best(os.path.expanduser(model.folder if isinstance(model, RunResult) else model))
 
 
@@ -589,6 +617,11 @@ def compare(
         raise ConfigError("a comparison needs a reward or a judge: the score that decides")
     if completions is not None and budget is not None:
         raise ConfigError("completions and budget both limit the arms: give one of them")
+    if budget is not None and not isinstance(budget, Mapping):
+        raise ConfigError(
+            f'budget is a {type(budget).__name__}: give {{"completions": {budget}}}, or completions={budget}'
+        )
+    named = _arms(arms)
     given = [settings, arms, reward, judge]
     _check_importable(given)
     wanted = Path(folder or "runs/compare").expanduser()
@@ -621,7 +654,7 @@ def compare(
                 "seeds": list(seeds),
                 "jobs": jobs,
                 "tune": dict(tune) if isinstance(tune, Mapping) else tune,
-                "arms": _arms(arms),
+                "arms": named,
             },
             given,
         )
@@ -637,7 +670,9 @@ def compare(
     return CompareResult(inputs.folder, complete)
 
 
-def _arms(arms: Iterable[str] | Mapping[str, str | Mapping[str, Any]]) -> Tree:
+def _arms(arms: Any) -> Tree:
+    if isinstance(arms, str) or not isinstance(arms, Iterable):
+        raise ConfigError(f'arms is a {type(arms).__name__}: give presets, as in ["ppo", "grpo"]')
     named = arms if isinstance(arms, Mapping) else {name: name for name in arms}
     return {name: _arm(arm) if isinstance(arm, str) else dict(as_settings(arm)) for name, arm in named.items()}
 

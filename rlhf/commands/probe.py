@@ -47,6 +47,8 @@ def run_probe(
     config = resolve_lab_paths(runs[""])
     check_files(config)
     device = choose_device(config.run.device, key="run.device").type
+    options = replace(options, device=device)
+    plan = options.plan(config)
     with tempfile.TemporaryDirectory(prefix="rlhf-probe-") as folder:
         short = shortened(config, folder)
         if isinstance(short, RewardModelConfig):
@@ -54,17 +56,17 @@ def run_probe(
         else:
             run_train(short)
         timings = RunFolder(short.run.out_dir).read_timings()
-    options = replace(options, device=device)
-    plan = options.plan(config)
     like = as_long_as_measured(plan, timings)
     rates = measured_rates(like, timings)
     file = write_rates(config.run.cache_dir, device, dtype_of(config, device), rates)
     plan = make_plan(config, plan.machine, plan.lengths, rates=rates, may_make=True)
     measured = max(float(row["peak_memory_mb"]) for row in timings) * 2**20
+    step = statistics.median(sum(row["seconds"].values()) for row in timings[1:] or timings)
     if as_json:
-        print(json.dumps({**plan.as_dict(), "measured": {"peak": measured, "rates": rates}}, indent=2))  # noqa: T201
+        figures = {"peak": measured, "seconds_per_step": step, "rates": rates}
+        print(json.dumps({**plan.as_dict(), "measured": figures}, indent=2))  # noqa: T201
         return 0
-    console.print(Text("\n".join([*describe_plan(plan), *_measured(like, measured, file)])), soft_wrap=True)
+    console.print(Text("\n".join([*describe_plan(plan), *_measured(like, measured, step, file)])), soft_wrap=True)
     return 0
 
 
@@ -108,12 +110,13 @@ def measured_rates(plan: Plan, timings: Sequence[Mapping[str, Any]]) -> dict[str
     return {phase: count / medians[phase] for phase, count in plan.operations().items() if medians.get(phase)}
 
 
-def _measured(plan: Plan, measured: float, file: Path) -> list[str]:
+def _measured(plan: Plan, measured: float, step: float, file: Path) -> list[str]:
     planned = max(plan.memory.of(phase) for phase in plan.memory.phases if phase != "export")  # after the last step
     planned += 0 if plan.machine.device == "cuda" else LIBRARIES["cpu"]
     what = "allocated on the GPU" if plan.machine.device == "cuda" else "resident, libraries included"
     return [
         f"measured in {STEPS} steps: {gigabytes(measured)} GB {what}; planned for rows as long as theirs on average "
         f"({plan.layout.step.length} tokens): {gigabytes(planned)} GB ({planned / measured - 1:+.0%})",
+        f"measured seconds a step: {step:.3g}, for rows of {plan.layout.step.length} tokens on average",
         f"the rates are kept in {file}",
     ]

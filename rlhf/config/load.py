@@ -35,7 +35,7 @@ from rlhf.section import Choice, Needed, Section, members_of
 C = TypeVar("C", bound=Section)
 
 EXTENDS = "extends"  # key of a file with the name of another, whose settings come first
-RUN_FOLDER_KEYS = ("versions", "git_commit")  # what a run folder's config.yaml has in addition
+RUN_FOLDER_KEYS = ("versions", "git_commit", "functions")  # what a run folder's config.yaml has in addition
 
 ALIASES = {
     "learning_rate": "lr",

@@ -32,6 +32,7 @@ from rlhf.tracking.same_run import (
     Change,
     another_run,
     check_same_run,
+    functions_of,
     holds_run,
     list_changes,
     matches,
@@ -274,7 +275,9 @@ class RunContext:
             return []
 
         def write() -> list[str]:
-            changed = self.folder.write_config(dump(self.config), anew=self.resume is None)
+            changed = self.folder.write_config(
+                dump(self.config), anew=self.resume is None, functions=functions_of(self.config)
+            )
             for name, settings in self.engine.written.items():
                 self.folder.write_deepspeed(name, settings)
             return changed
@@ -450,7 +453,8 @@ def _resume_messages(context: RunContext, versions: Sequence[str], total_steps: 
         messages.append(f"changed since the last start: {list_changes(allowed)}")
     if versions:
         messages.append(f"warning: other versions than the run began with: {', '.join(versions)}")
-    unknown = sorted(context.state.inputs.keys() - context.recorded.keys())
+    unread = {key for key, digest in functions_of(context.config).items() if not digest}
+    unknown = sorted(unread | (context.state.inputs.keys() - context.recorded.keys()))
     if unknown:
         messages.append(
             f"this checkpoint does not record the content of {', '.join(unknown)}, so a change since the run began "

@@ -238,7 +238,7 @@ def _made_of(judge: Judge) -> str:
             digests += [content_digest(file) for file in section.code_files().values()]
         if isinstance(section, Source):
             digests += [digest_of_model(path) or "" for path in section.model_paths().values()]
-            digests += [hashlib.sha256(source_of(str(getattr(section, "target", ""))).encode()).hexdigest()]
+            digests += [hashlib.sha256((source_of(str(getattr(section, "target", ""))) or "").encode()).hexdigest()]
     return combine_digests(digests)
 
 

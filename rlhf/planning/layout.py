@@ -415,7 +415,8 @@ class _Planner:
     def rows_of_data(self, data: Any, batch: BatchConfig, per_row: int) -> PassRows:
         """Return the rows of a step of fixed data, at the limit of their length: half of it prompt, except for SFT."""
         most = min(int(data.max_tokens), self.shape(self.policy).context or int(data.max_tokens))
-        completion = self.lengths.completion or (most - 1 if isinstance(data, SftConfig) else most // 2)
+        rest = most - 1 if isinstance(data, SftConfig) else most // 2
+        completion = self.lengths.completion or max(1, min(rest, most - (self.lengths.prompt or 1)))
         prompt = self.lengths.prompt or max(1, most - completion)
         rows = batch.prompts_per_step * per_row
         return PassRows(rows=rows, prompts=batch.prompts_per_step, prompt=prompt, completion=completion)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from rlhf.errors import UserError
+from rlhf.errors import UserError, command_or_call
 from rlhf.planning.shapes import read_json
 from rlhf.section import cache_folder
 
 GB = 1e9
+MOST_GB = 1e6  # a number above it was meant in bytes
 LIBRARIES = {"cpu": 0.7 * GB, "cuda": 0.6 * GB}
 """The memory that a process needs besides: on a CPU Python, torch and transformers; on a GPU the context of CUDA."""
 CGROUP = Path("/sys/fs/cgroup")
@@ -32,9 +33,11 @@ def parse_size(text: str) -> float:
         UserError: it is no size.
     """
     match = _SIZE.fullmatch(text)
-    if match is None or float(match[1]) <= 0:
-        raise UserError(f"--memory is {text!r}: write a size such as 24GB or 80GiB")
-    unit = match[2].lower() or ("" if text.strip().lower().endswith("b") else "g")
+    is_bare = not text.strip().lower().endswith("b")
+    if match is None or float(match[1]) <= 0 or (is_bare and not match[2] and float(match[1]) > MOST_GB):
+        name = command_or_call("--memory", "memory")
+        raise UserError(f"{name} is {text!r}: write a size such as 24GB or 80GiB; a number alone is in GB")
+    unit = match[2].lower() or ("g" if is_bare else "")
     power = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[unit]
     return float(match[1]) * (1024.0**power if match[3] else _UNITS[unit])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf.config.sections import RunConfiguration
-from rlhf.errors import UserError
+from rlhf.errors import UserError, command_or_call
 from rlhf.planning.layout import Lengths
 from rlhf.planning.machine import has_gpu, host_memory, parse_size, read_rates
 from rlhf.planning.plan import Machine, Plan, dtype_of, make_plan
@@ -30,7 +30,7 @@ class PlanOptions:
         for name in ("gpus", "prompt_tokens", "completion_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {value}: it has to be at least 1")
+                raise UserError(f"{_shown(name)} is {value}: it has to be at least 1")
         if self.device not in (None, "cpu", "cuda"):
             raise UserError(f"device is {self.device!r}: a plan is for cpu or cuda")
 
@@ -63,4 +63,15 @@ class PlanOptions:
         """
         machine = self.machine(config)
         rates = read_rates(config.run.cache_dir, machine.device, dtype_of(config, machine.device))
-        return make_plan(config, machine, self.lengths, rates=rates, may_make=True)
+        plan = make_plan(config, machine, self.lengths, rates=rates, may_make=True)
+        step, context = plan.layout.step, plan.layout.roles[0].shape.context
+        if context is not None and step.length > context and self.lengths != Lengths():
+            raise UserError(
+                f"{_shown('prompt_tokens')}, {_shown('completion_tokens')}: rows of {step.prompt} + {step.completion} "
+                f"tokens are longer than the model's context of {context}: write smaller numbers"
+            )
+        return plan
+
+
+def _shown(option: str) -> str:
+    return command_or_call(f"--{option.replace('_', '-')}", option)

@@ -105,7 +105,7 @@ PACKAGES = (
 class RunFolder:
     """The files of one run.
 
-    config.yaml       the resolved configuration, `versions:` and `git_commit:`
+    config.yaml       the resolved configuration, `versions:`, `git_commit:`, and `functions:` given as Python objects
     metrics.jsonl     {"step", "<metric>": float, ...}: no times, so equal runs give equal bytes
     timings.jsonl     {"step", "seconds": {phase: s}, "tokens_per_second", "peak_memory_mb",
                        "peak_memory_mb_by_phase": {phase: MB}, "time"}
@@ -136,16 +136,22 @@ class RunFolder:
         self.complete = self.path / "complete.json"
         self.report = self.path / "report.html"
 
-    def write_config(self, resolved: Mapping[str, object], *, anew: bool = False) -> list[str]:
+    def write_config(
+        self, resolved: Mapping[str, object], *, anew: bool = False, functions: Mapping[str, str] | None = None
+    ) -> list[str]:
         """Write config.yaml, and return the packages whose version is not the one that the run began with.
 
         A run that starts `anew`, since an earlier start got no checkpoint, records its own versions and commit. A run
         that continues keeps the recorded ones, and leaves a file with the same settings as it is.
+
+        Args:
+            functions: digests of the functions that were given as Python objects, by setting.
         """
         old = {} if anew else self.read_config()
         began: dict[str, object] = {"versions": versions(), "git_commit": git_commit()}
         kept = {key: old[key] for key in began if key in old}
-        settings = to_json(resolved)
+        digests = {**old.get("functions", {}), **(functions or {})}
+        settings = to_json({**resolved, **({"functions": digests} if digests else {})})
         if differing_keys({key: value for key, value in old.items() if key not in began}, settings):
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, format_yaml({**settings, **began, **kept}, width=100))

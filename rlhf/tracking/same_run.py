@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from typing import Any
 from rlhf.config.load import dump, load_run
 from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.errors import CheckpointError, ConfigError, command_or_call
+from rlhf.section import walk
 from rlhf.tracking.run_folder import FolderLock, RunFolder, completed_step, flattened_config, newest_step
+from rlhf.user_code import read_source, source_of
 
 MACHINE = (
     "run.keep_memory",
@@ -199,10 +202,34 @@ def has_trained(folder: RunFolder) -> bool:
 def changes_since(folder: RunFolder, config: TrainConfig | RewardModelConfig) -> list[Change]:
     """List the settings of `config` that differ from the run's in the folder; none if it holds no run.
 
-    Settings that the run's version of the program did not have count with their default.
+    Settings that the run's version of the program did not have count with their default. A function that was given as
+    an object counts by its source, if that was recorded, and not by its name.
     """
     if not holds_run(folder) or not folder.config.is_file():
         return []
+    before, now = folder.read_config().get("functions", {}), functions_of(config)
+    known = [key for key in now if now[key] and before.get(key)]
+    others = [change for change in _changed_settings(folder, config) if change.key not in known]
+    source = ("the source that the run began with", "another source")
+    return [*(Change(key, *source) for key in known if before[key] != now[key]), *others]
+
+
+def functions_of(config: TrainConfig | RewardModelConfig) -> dict[str, str]:
+    """Return digests of the source of the functions and classes that were given as Python objects, by their setting.
+
+    One without a source has an empty digest. The functions that it calls, and global variables, are in no digest.
+    """
+    sources: dict[str, str] = {}
+    for place, section in walk(config):
+        source = source_of(str(getattr(section, "target", "")))
+        if source is not None:
+            sources[f"{place}.target"] = source
+        if type(section).__module__ == "__main__":
+            sources[f"{place}.type"] = read_source(type(section))
+    return {key: source and hashlib.sha256(source.encode()).hexdigest() for key, source in sources.items()}
+
+
+def _changed_settings(folder: RunFolder, config: TrainConfig | RewardModelConfig) -> list[Change]:
     new = dump(config)
     try:
         old = dump(load_run(folder.path))

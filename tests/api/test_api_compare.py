@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -74,4 +75,16 @@ def test_a_lambda_cannot_go_to_other_processes(tmp_path: Path) -> None:
         rlhf.compare("model", ["grpo"], reward=lambda completions: [0.0] * len(completions), **arguments)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs a reward or a judge"):
         rlhf.compare("model", ["dpo"], **arguments)  # type: ignore[arg-type]
+    assert not (tmp_path / "compare").exists()
+
+
+def test_arms_and_a_budget_of_another_form_are_named(tmp_path: Path) -> None:
+    compare = inspect.unwrap(rlhf.compare)
+    for arms, budget, message in (
+        (None, {"tokens": 8}, 'arms is a NoneType: give presets, as in \\["ppo", "grpo"\\]'),
+        ("grpo", {"tokens": 8}, "arms is a str: give presets"),
+        (["grpo"], 8, 'budget is a int: give {"completions": 8}, or completions=8'),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            compare("model", arms, prompts=PROMPTS, reward="my.py:score", budget=budget, folder=tmp_path / "compare")  # type: ignore[arg-type]
     assert not (tmp_path / "compare").exists()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import json
+import linecache
 import threading
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rlhf
 from rlhf.api import checks
 from rlhf.cli import main
-from rlhf.errors import ConfigError, DataError, RewardError, UserError
-from rlhf.user_code import _OBJECTS, load_function
+from rlhf.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
+from rlhf.user_code import _OBJECTS, load_function, source_of, target_of
 
 SETTINGS: dict[str, Any] = {
     "sampling": {"completions_per_prompt": 4, "max_new_tokens": 6},
@@ -193,6 +197,82 @@ def test_a_second_call_is_a_new_run_and_resume_continues(model: str, tmp_path: P
         train(resume=True, folder=tmp_path / "nowhere")
 
 
+def defined(code: str, name: str = "score") -> Any:
+    """Return what a cell of a notebook defines; its source is known, as there."""
+    cell = f"<cell {uuid.uuid4()}>"
+    linecache.cache[cell] = (len(code), None, code.splitlines(keepends=True), cell)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, cell, "exec"), space)
+    return space[name]
+
+
+CELL = "def score(completions):\n    return [float(len(text)) for text in completions]\n"
+
+
+def test_a_function_defined_again_continues_its_run_and_another_one_does_not(model: str, tmp_path: Path) -> None:
+    def train(reward: Any, steps: int, resume: Any = True) -> rlhf.RunResult:
+        options = {"prompts": PROMPTS, "folder": tmp_path / "run", "quiet": True, **SETTINGS}
+        return rlhf.train(model, "grpo", reward=reward, resume=resume, **{**options, "schedule": {"steps": steps}})
+
+    train(defined(CELL), 1, False)
+    assert list(train(defined(CELL), 2).metrics.index) == [1, 2]
+    changed = defined(CELL.replace("float(", "1000.0 + float("))
+    told = r"run \(step 2\): reward\.source\.target: the source that the run began with → another source\. "
+    for steps in (2, 3):  # of a finished run too
+        with pytest.raises(CheckpointError, match=told + r'.*resume="always"'):
+            train(changed, steps)
+    _OBJECTS.clear()  # as in a new process, where it has the name that the run's function had
+    with pytest.raises(CheckpointError, match=told):
+        train(changed, 3)
+    assert train(changed, 3, "always").metrics["score/mean"].loc[3] > 1000
+    assert train(changed, 4).complete
+    config = tmp_path / "run" / "config.yaml"
+    settings = yaml.safe_load(config.read_text())
+    assert set(settings.pop("functions")) == {"reward.source.target"}
+    settings["reward"]["source"]["target"] = "python:score"
+    config.write_text(yaml.safe_dump(settings))  # as an earlier version left it
+    _OBJECTS.clear()
+    assert train(defined(CELL), 5).complete
+
+
+METHOD = "class score:\n    def step(self):\n        return 1\n"
+
+
+@pytest.mark.parametrize(
+    "code, again, other",
+    [
+        ("score = lambda completions: [1.0]", "steps, score = 2, lambda completions: [1.0]", "score = lambda x: [1.0]"),
+        ("score = [lambda: 1, lambda: 2][0]", "score = [lambda: 1, lambda: 3][0]", "score = [lambda: 3, lambda: 2][0]"),
+        (METHOD, f"import os\n{METHOD}", METHOD.replace("1", "2")),
+    ],
+)
+def test_the_source_of_a_function_is_its_own(code: str, again: str, other: str) -> None:
+    """Not the call that a lambda stands in: its other arguments change when a run continues."""
+    first, second, third = (source_of(target_of(defined(text))) for text in (code, again, other))
+    assert first
+    assert first == second != third
+
+
+def test_the_numbers_that_a_function_keeps_are_of_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(weight: float, scorer: object) -> Any:
+        return lambda completions: [weight, scorer]
+
+    sources = [source_of(target_of(make(weight, object()))) for weight in (1.0, 1.0, 2.0)]
+    assert sources[0] == sources[1] != sources[2]
+    sources = [source_of(target_of(functools.partial(goodness, limit=limit))) for limit in (1, 1, 2)]
+    assert sources[0] == sources[1] != sources[2]
+    assert source_of(target_of(functools.partial(print))) == ""  # a built-in has no source
+    assert source_of("file.py:score") is None
+    file = tmp_path / "rewards_of_test.py"
+    file.write_text(CELL)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("rewards_of_test")
+    assert (target_of(module.score), source_of("rewards_of_test:score")) == ("rewards_of_test:score", CELL)
+    file.write_text(CELL.replace("float(", "2 * float("))
+    importlib.invalidate_caches()
+    assert source_of(target_of(importlib.reload(module).score)) == file.read_text()
+
+
 def test_another_run_in_the_folder_is_an_error_in_python_too(model: str, tmp_path: Path) -> None:
     def train(algorithm: str = "grpo", **changes: Any) -> rlhf.RunResult:
         options = {"prompts": PROMPTS, "reward": goodness, "folder": tmp_path / "run", "quiet": True, **SETTINGS}
@@ -279,6 +359,54 @@ def test_a_run_in_a_thread_of_a_notebook(model: str, tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert results[0].complete
+
+
+@pytest.mark.parametrize(
+    ("twice", "message"),
+    [
+        ({"lr": 1e-5, "policy": {"lr": 1e-4}}, r"lr and policy both set policy\.lr"),
+        ({"policy": {"lr": 1e-4}, "policy.lr": 1e-5}, r"policy and policy\.lr both set policy\.lr"),
+        ({"steps": 1, "schedule": {"steps": 2}}, r"steps and schedule both set schedule\.steps"),
+        ({"seed": 1, "run.seed": 2}, r"seed and run\.seed both set run\.seed"),
+        ({"lr": 1e-5, "learning_rate": 1e-4}, r"lr and learning_rate both set policy\.lr"),
+    ],
+)
+def test_two_values_for_one_key_are_an_error(twice: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{message}: give one of them"):
+        rlhf.train("model", "grpo", prompts=PROMPTS, reward=goodness, folder=tmp_path / "run", **twice)
+    with pytest.raises(ConfigError, match=r"lr and model\.lr both set model\.lr"):
+        rlhf.reward_model("model", PAIRS, folder=tmp_path / "run", lr=1e-5, **{"model.lr": 1e-4})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"on_step": 3}, "on_step is a int: give a function of the step and its metrics"),
+        ({"loss": 3}, "loss is a int: give a function, or an instance of a class"),
+        ({"advantage": "group"}, 'advantage is a str: .* algorithm={"advantage"'),
+        ({"reward": [goodness, (goodness, "x")]}, r"reward: entry 2 of the list is no \(reward, weight\)"),
+        ({"reward": [goodness, (goodness, 1, 2)]}, r"reward: entry 2 of the list is no \(reward, weight\)"),
+        ({"model": None}, "model is missing: give a path"),
+        ({"preset": None}, 'preset is missing: .*"grpo"'),
+    ],
+)
+def test_an_argument_that_is_none_of_its_forms_is_named(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    arguments = {"model": "model", "preset": "grpo", "reward": goodness, "prompts": PROMPTS, "folder": tmp_path / "run"}
+    with pytest.raises(ConfigError, match=message):
+        inspect.unwrap(rlhf.train)(**{**arguments, **wrong})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_is_missing_is_named_by_every_call(tmp_path: Path) -> None:
+    missing: Any = None
+    with pytest.raises(ConfigError, match="model is missing: give a path"):
+        rlhf.sft(missing, ["good"], folder=tmp_path / "run")
+    with pytest.raises(ConfigError, match="model is missing: give a path"):
+        rlhf.reward_model(missing, PAIRS, folder=tmp_path / "run")
+    with pytest.raises(ConfigError, match="model is a NoneType: give a run, a model folder or a hub id"):
+        inspect.unwrap(rlhf.evaluate)(missing)
+    with pytest.raises(ConfigError, match="against is a int: give a run, a model folder or a hub id"):
+        inspect.unwrap(rlhf.evaluate)(str(tmp_path), against=5)  # type: ignore[arg-type]
 
 
 def test_mistakes_are_told_before_anything_is_written(model: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -284,6 +285,41 @@ def test_a_wrong_option_is_told_by_its_name(tmp_path: Path, empty: str, capsys: 
     assert "--memory is 'lots'" in capsys.readouterr().err
 
 
+def test_memory_from_python_is_a_size_or_gigabytes(tmp_path: Path) -> None:
+    tree = merge_overrides({}, parse_overrides([*tiny(tmp_path), "run.device=cuda"]))
+    ask = inspect.unwrap(rlhf.plan)
+    assert ask(memory=24, **tree).machine.memory == ask(memory="24GB", **tree).machine.memory == 24e9
+    for wrong in (-3, 24e9, True):
+        with pytest.raises(UserError, match=r"^memory is .*: write a size such as 24GB .* a number alone is in GB"):
+            ask(memory=wrong, **tree)
+    with pytest.raises(UserError, match=r"^prompt_tokens is 0"):
+        ask(prompt_tokens=0, **tree)
+
+
+def test_rows_beyond_the_context_of_the_model_are_refused(
+    tmp_path: Path, empty: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = tiny(tmp_path)  # a context of 64
+    assert "rows of 60 + 4 tokens" in printed(capsys, ["plan", empty, *settings, "--prompt-tokens", "60"])
+    told = (
+        r"--prompt-tokens, --completion-tokens: rows of {} \+ {} tokens are longer than the model's context of 64: "
+        "write smaller numbers"
+    )
+    for options, prompt, completion in (
+        (["--prompt-tokens", "61"], 61, 4),
+        (["--completion-tokens", "64"], 1, 64),
+        (["--prompt-tokens", "5000", "--probe"], 5000, 4),
+    ):
+        assert main(["plan", empty, *settings, *options]) == 2
+        assert re.search(told.format(prompt, completion), capsys.readouterr().err)
+    with pytest.raises(UserError, match=r"^prompt_tokens, completion_tokens: rows"):
+        rlhf.plan(prompt_tokens=61, **merge_overrides({}, parse_overrides(settings)))
+    kept = [word for word in settings if word.startswith(("policy", "run", "schedule"))]
+    sft = merge_overrides({}, parse_overrides([*kept, "algorithm.preset=sft", "data.sft.path=texts.jsonl"]))
+    step = rlhf.plan(prompt_tokens=60, **sft).layout.step
+    assert (step.prompt, step.completion) == (60, 4)
+
+
 def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
@@ -340,6 +376,7 @@ def test_a_probe_measures_three_steps_and_keeps_the_rates(
     out = printed(capsys, ["plan", empty, *settings, "--probe"])
     assert "measured in 3 steps:" in out
     assert "seconds a step:" in out
+    assert re.search(r"measured seconds a step: [\d.e-]+, for rows of \d+ tokens on average", out)
     assert not (tmp_path / "run").exists()
     rates = read_rates(str(tmp_path / "cache"), "cpu", "float32")
     assert set(rates) == {"rollout", "annotate", "update"}
