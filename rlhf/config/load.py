@@ -21,12 +21,13 @@ from rlhf.config.files import (
     Tree,
     locate_config,
     merge,
+    merge_over,
     merge_overrides,
     nearest_config,
     parse_overrides,
     parse_yaml,
 )
-from rlhf.config.presets import drop_keys, get_setting, has_critic, sizes_of_preset
+from rlhf.config.presets import drop_keys, get_setting, has_critic, release_held_out, sizes_of_preset
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, command_or_call, did_you_mean
 from rlhf.plugins import load_plugins
@@ -129,7 +130,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
         raise ConfigError(f"{path} is a comparison: name a run of it, {path}/ARM/seed-N (rlhf report shows all)")
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{path} is not a run folder (it has no config.yaml)")
-    tree = merge_overrides(read_yaml(path), parse_overrides(overrides))
+    given = parse_overrides(overrides)
+    tree = merge_over(release_held_out(read_yaml(path), given, has_trained=True), given)
     if "model" in tree and "policy" not in tree:
         return reward_model_config(tree)
     return train_config(tree)

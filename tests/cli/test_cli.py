@@ -80,7 +80,10 @@ def test_sft_reward_model_ppo_eval_sample_report(tmp_path: Path, capsys: pytest.
     assert 0 <= results["win_rate"]["low"] <= results["win_rate"]["value"] <= results["win_rate"]["high"] <= 1
     assert "win rate over the reference" in capsys.readouterr().out
     assert main(["eval", str(tmp_path / "rm")]) == 0
-    assert "bag of words" in capsys.readouterr().out
+    assert "bag of words" in (out := capsys.readouterr().out)
+    assert "rows of" not in out
+    assert main(["eval", str(tmp_path / "rm"), "data.eval_preferences.limit=3"]) == 0
+    assert "3 of 16 rows of " in capsys.readouterr().out
     assert main(["sample", run, "--prompt", "red one", "--count", "2"]) == 0
     assert capsys.readouterr().out.count("→") == 2
     (tmp_path / "run" / "report.html").unlink()

@@ -234,6 +234,21 @@ def test_a_cell_with_rows_held_out_of_its_data_is_read_back_as_it_was_written(tm
         ensure_owner(plan_of(tree).of(name)[0])
 
 
+def test_prompts_over_a_base_that_is_a_run_are_all_judged_on(tmp_path: Path) -> None:
+    """The run's config.yaml has the part of its own prompts that data.holdout filled in."""
+    tree = compare_tree(tmp_path, shared={"data": {"eval_prompts": None, "holdout": 0.25}})
+    run = plan_of(tree).of("ppo")[0].config.train
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(dump(run)))
+    mine = str(write_rows(tmp_path / "mine.jsonl", [{"prompt": "red one"}]))
+    named = plan_of(
+        compare_tree(tmp_path, base=str(tmp_path / "run"), shared={"data": {"eval_prompts": {"path": mine}}})
+    )
+    data = named.of("ppo")[0].config.train.data
+    assert data.eval_prompts is not None
+    assert (data.eval_prompts.path, data.eval_prompts.part, data.eval_prompts.limit) == (mine, None, None)
+
+
 def test_a_cell_goes_on_with_other_settings_of_speed_memory_and_checkpoints(tmp_path: Path) -> None:
     before = plan_of(compare_tree(tmp_path)).of("grpo")[0]
     ensure_owner(before)
