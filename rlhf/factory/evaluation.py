@@ -16,6 +16,7 @@ from rlhf.config.data import PromptsConfig
 from rlhf.config.load import dump
 from rlhf.config.sections import TrainConfig
 from rlhf.data.files import count_rows
+from rlhf.data.paths import check_against
 from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.evaluate import PolicyEvaluation, evaluate_policy
 from rlhf.evaluation.win_rate import (
@@ -113,6 +114,8 @@ def compare_models(config: TrainConfig, run: str, against: str) -> PolicyCompari
         UserError: there is no judge, there are no prompts, or a model cannot be loaded.
     """
     held_out = _held_out(config)
+    if against != START:
+        check_against(against)
     judge = _pair_judge(config)  # first: a mistake in its settings shows before anything is sampled
     after = _side(config, run, run)
     before = _other_side(config, run, against, after)

@@ -212,9 +212,15 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
-def test_mistakes_are_named(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_mistakes_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, gone = str(folder / "run"), str(tmp_path / "gone")
     assert "gone" in refused(capsys, "eval", run, "--against", gone)
+    monkeypatch.setattr("rlhf.data.paths._ask_hub", None)
+    told = refused(capsys, "eval", run, "--against", "nope")
+    assert "the model to compare with: no such file or folder: nope" in told
+    assert "OWNER/NAME" in told
     judge = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"}
     told = refused(capsys, "eval", run, f"eval.judge={json.dumps(judge)}")
     assert "eval.judge.api_key_env: the environment variable NO_SUCH_KEY is not set" in told
