@@ -40,7 +40,7 @@ from rlhf.config.load import (
     reward_model_config,
     train_config,
 )
-from rlhf.config.presets import get_setting
+from rlhf.config.presets import get_setting, release_held_out
 from rlhf.config.run import ALGORITHM
 from rlhf.config.sections import OfflineConfig, RewardModelConfig
 from rlhf.data.paths import check_files, check_targets, resolve_best
@@ -643,7 +643,7 @@ def compare(
         base["algorithm"] = {"preset": "grpo"}
     if reward is not None:
         base["reward"] = {"source": _importable(inputs.reward(reward))}
-    base = merge(merge(file, base), nested(settings, compare))
+    base = merge(merge(release_held_out(file, base), base), nested(settings, compare))
     comparison = compare_config(
         with_plugins(
             {

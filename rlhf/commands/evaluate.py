@@ -19,6 +19,7 @@ from rich.text import Text
 from rlhf.commands.notices import warn_of_rounding
 from rlhf.config.load import load_run
 from rlhf.config.sections import RewardModelConfig
+from rlhf.data.files import count_rows
 from rlhf.errors import ConfigError
 from rlhf.evaluation.win_rate import LengthControlled
 from rlhf.factory.evaluation import (
@@ -61,6 +62,9 @@ def run_eval(path: str, overrides: Sequence[str], console: Console, *, against: 
         warn_of_rounding(path)
         card = compute_report_card(config, path)
         Terminal(console).card(card)
+        pairs = config.data.eval_preferences
+        if pairs is not None and card["n"] < (rows := count_rows(pairs)):
+            _print_line(console, f"{card['n']:,} of {rows:,} rows of {pairs.path}")
         return
     comparison = compare_models(config, path, against)
     _print(comparison, console)
@@ -84,7 +88,9 @@ def _print(comparison: PolicyComparison, console: Console) -> None:
         values = (format_fixed(metrics.get(name)) for metrics in (comparison.reference, comparison.run))
         table.add_row(name, *values, METRICS[name].unit)
     console.print(table)
-    basis = f"95 % interval, {comparison.prompts} prompts"
+    left_out = comparison.prompts < comparison.data_rows
+    rows = f"of {comparison.data_rows:,} rows of {comparison.data}" if left_out else "prompts"
+    basis = f"95 % interval, {comparison.prompts:,} {rows}"
     if comparison.win_rate is not None and comparison.length_controlled is not None:
         _print_line(console, f"win rate over {_opponent(comparison)} {comparison.win_rate} ({basis})")
         _print_line(console, f"at equal length {_at_equal_length(comparison.length_controlled)}")

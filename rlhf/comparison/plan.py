@@ -20,9 +20,9 @@ from rlhf.config.compare import (
     TrainedArm,
 )
 from rlhf.config.data import HELD_OUT
-from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
+from rlhf.config.files import Tree, format_yaml, merge, merge_over
 from rlhf.config.load import drop_unread, dump, read_yaml, train_config, validate
-from rlhf.config.presets import drop_keys, keep_last_alternative
+from rlhf.config.presets import drop_keys, keep_last_alternative, release_held_out
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import RunConfiguration, TrainConfig
 from rlhf.errors import ConfigError, command_or_call
@@ -154,7 +154,8 @@ def plan_cells(config: CompareConfig, *, beside: Path, lab_files: bool = True, t
             the comparison fixes; the message names the arm.
     """
     shared = config.shared.tree()
-    base = merge(keep_last_alternative(read_yaml(locate_base(config, beside)), shared), shared)
+    given = release_held_out(read_yaml(locate_base(config, beside)), shared)
+    base = merge(keep_last_alternative(given, shared), shared)
     _refuse(config.shared, LENGTH, "shared")
     base = _held_out(base)
     base = merge(base, _common(config, base))
@@ -339,7 +340,7 @@ def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int, run
     if isinstance(arm, TrainedArm):
         _refuse(arm, tuple(FIXED_SETTINGS), f"arms.{name}")
     run = {"name": f"{name} seed {seed}", "seed": seed, "out_dir": str(run_folder)}
-    tree = merge(merge_overrides(base, arm_settings), {"run": run})
+    tree = merge(merge_over(base, arm_settings), {"run": run})
     is_trained = isinstance(arm, TrainedArm) and name != START_FOLDER
     n = arm.n if isinstance(arm, BestOfNArm) else None
     try:

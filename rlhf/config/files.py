@@ -21,6 +21,7 @@ from rlhf.config.presets import (
     drop_overruled,
     get_setting,
     keep_last_alternative,
+    release_held_out,
     sizes_of_preset,
 )
 from rlhf.errors import ConfigError
@@ -232,6 +233,11 @@ def _changes_tag(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def merge_overrides(base: Tree, over: Tree) -> Tree:
+    """Merge `over` into `base`, a file's or a run's settings, as `merge_over` does; see `release_held_out`."""
+    return merge_over(release_held_out(base, over), over)
+
+
+def merge_over(base: Tree, over: Tree) -> Tree:
     """Merge `over` into `base`; its settings win, also over settings of `base` that exclude them.
 
     If `over` names a preset other than the base's, the sizes that this preset sets are applied too.

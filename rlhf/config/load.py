@@ -14,19 +14,20 @@ from pydantic import BaseModel, ValidationError
 
 from rlhf.algorithms.presets import PRESETS
 from rlhf.config.algorithm import algorithm_kind
-from rlhf.config.compare import CompareConfig
+from rlhf.config.compare import BestOfNArm, CompareConfig, TrainedArm
 from rlhf.config.data import ChatFormat, DataConfig
 from rlhf.config.files import (
     COMPARE_CONFIG,
     Tree,
     locate_config,
     merge,
+    merge_over,
     merge_overrides,
     nearest_config,
     parse_overrides,
     parse_yaml,
 )
-from rlhf.config.presets import drop_keys, get_setting, has_critic, sizes_of_preset
+from rlhf.config.presets import drop_keys, get_setting, has_critic, release_held_out, sizes_of_preset
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, command_or_call, did_you_mean
 from rlhf.plugins import load_plugins
@@ -129,7 +130,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig | R
         raise ConfigError(f"{path} is a comparison: name a run of it, {path}/ARM/seed-N (rlhf report shows all)")
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{path} is not a run folder (it has no config.yaml)")
-    tree = merge_overrides(read_yaml(path), parse_overrides(overrides))
+    given = parse_overrides(overrides)
+    tree = merge_over(release_held_out(read_yaml(path), given, has_trained=True), given)
     if "model" in tree and "policy" not in tree:
         return reward_model_config(tree)
     return train_config(tree)
@@ -467,7 +469,7 @@ def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[t
     message = str(mistake["msg"])
     match mistake["type"]:
         case "extra_forbidden":
-            return f"unknown key{_full_key(keys, models) or _nearest(keys[-1], models)}"
+            return f"unknown key{_of_best_of_n(keys, models) or _full_key(keys, models) or _nearest(keys[-1], models)}"
         case "missing":
             return "is required; set it in the file or on the command line"
         case "value_error":
@@ -530,7 +532,7 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
         is_last = index == len(location) - 1
         is_tag = is_tag_next and any(_is_tagged(model, str(part)) for model in models)
         is_tag_next = is_tag_next and isinstance(part, int)
-        if index and location[index - 1] in ("sources", "space"):  # a name that the user gave
+        if index and location[index - 1] in ("arms", "sources", "space"):  # a name that the user gave
             keys.append(str(part))
             continue
         fields = [] if is_tag else [model.model_fields[part] for model in models if part in model.model_fields]
@@ -580,6 +582,13 @@ def _full_key(keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
         return f"; the full key is {' or '.join(exact)}"
     near = difflib.get_close_matches(keys[0], {key.partition(".")[2] for key in below}, n=1, cutoff=0.8)
     return f"; did you mean {' or '.join(key for key in below if key.endswith(f'.{near[0]}'))}?" if near else ""
+
+
+def _of_best_of_n(keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
+    """Say that a key is of another type of arm; a name that is no arm's begins an arm that trains."""
+    if TrainedArm not in models or keys[-1] not in BestOfNArm.model_fields:
+        return ""
+    return f"; arms of type best_of_n have it: name one, or set {'.'.join(keys[:-1])}.type=best_of_n"
 
 
 def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:

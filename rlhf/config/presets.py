@@ -50,6 +50,29 @@ EXCLUSIONS = (
 )
 
 
+def release_held_out(run: Tree, over: Tree, *, has_trained: bool = False) -> Tree:
+    """Remove from a run's settings the parts that data.holdout filled in, if `over` names other rows or another share.
+
+    So `over` does what it would do over the run's file. If the run `has_trained`, its training rows keep their part,
+    and held-out rows from another file keep the other settings of the run's.
+    """
+    share, given, dropped = get_setting(run, "data.holdout"), get_setting(over, "data"), []
+    for rows in ("prompts", "sft", "preferences"):
+        own, held_out = get_setting(run, f"data.{rows}"), get_setting(run, f"data.eval_{rows}")
+        if not _are_trees(given, own, held_out):
+            continue
+        if own.get("part") != [share, 1.0] or own.get("path") != held_out.get("path"):
+            continue
+        names_file = get_setting(given, f"eval_{rows}.path") is not None
+        if has_trained and names_file:
+            dropped += [f"data.eval_{rows}.part", f"data.eval_{rows}.limit"]
+        elif has_trained and "holdout" in given:
+            dropped += [f"data.eval_{rows}"]
+        elif not has_trained and (names_file or {"holdout", rows} & given.keys()):
+            dropped += [f"data.eval_{rows}", f"data.{rows}.part"]
+    return drop_keys(run, dropped)
+
+
 def keep_last_alternative(tree: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     """Remove from `tree` each setting to which `over` sets an alternative."""
     overruled = [

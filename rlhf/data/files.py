@@ -68,6 +68,16 @@ def load_rows(config: DatasetConfig, skips: RowCounts | None = None) -> list[Dat
     return _rename_columns(rows, config.columns)
 
 
+def count_rows(config: DatasetConfig) -> int:
+    """Count the rows of a data set, the malformed ones included.
+
+    Raises:
+        DataError: as `load_rows`.
+    """
+    skips = RowCounts(config.path)
+    return len(load_rows(config, skips)) + skips.skipped
+
+
 def _rename_columns(rows: list[DataRow], columns: dict[str, str]) -> list[DataRow]:
     if not columns or not rows:
         return rows

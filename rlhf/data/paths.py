@@ -180,6 +180,18 @@ def missing_model(path: str) -> str | None:
     return None if Path(path).expanduser().exists() else _not_on_hub(path)
 
 
+def check_against(path: str) -> None:
+    """Check that a model to compare with exists; the hub is not asked for a name without its owner.
+
+    Raises:
+        ModelError: it does not exist.
+    """
+    is_here = "/" in path or Path(path).expanduser().exists() or _in_hub_cache(path)
+    problem = missing_model(path) if is_here else f"{missing(path)}; a model of the hub is OWNER/NAME"
+    if problem is not None:
+        raise ModelError(f"the model to compare with: {problem}")
+
+
 def missing_data(path: str) -> str | None:
     """Return why rows cannot be read from a path or hub id; None if there is nothing against it."""
     if is_missing(path, DATA_PREFIXES):
@@ -206,15 +218,21 @@ def _not_on_hub(name: str) -> str | None:
     The libraries that load a model ask an unreachable hub for a minute; here it is asked once.
     """
     import huggingface_hub  # takes a third of a second, and only a hub id needs it
+
+    if _in_hub_cache(name):
+        return None
+    return _ask_hub(name, partial(huggingface_hub.model_info, name, timeout=HUB_TIMEOUT_S), "folder", "model")
+
+
+def _in_hub_cache(name: str) -> bool:
+    import huggingface_hub
     from huggingface_hub.errors import HFValidationError
 
     try:
         files = ("config.json", "tokenizer_config.json")
-        if any(isinstance(huggingface_hub.try_to_load_from_cache(name, file), str) for file in files):
-            return None
+        return any(isinstance(huggingface_hub.try_to_load_from_cache(name, file), str) for file in files)
     except HFValidationError:
-        return missing(name)
-    return _ask_hub(name, partial(huggingface_hub.model_info, name, timeout=HUB_TIMEOUT_S), "folder", "model")
+        return False
 
 
 def _ask_hub(name: str, ask: Callable[[], object], local: str, kind: str) -> str | None:

@@ -440,12 +440,13 @@ def _resume_messages(context: RunContext, versions: Sequence[str], total_steps: 
     """Describe how a run continues; `versions` are the packages of another version than before."""
     if context.resume is None:
         return []
-    messages = [f"continuing from {context.resume} (step {context.state.step} of {total_steps})"]
+    step = context.state.step
+    messages = [f"continuing from {context.resume} (step {step} of {total_steps})"] if step <= total_steps else []
     other = [change for change in context.changed if not change.is_allowed]
     allowed = [change for change in context.changed if change.is_allowed]
     if other:
         messages.append(
-            f"warning: checkpoint.resume=always: from step {context.state.step + 1} on other settings train the "
+            f"warning: checkpoint.resume=always: from step {step + 1} on other settings train the "
             f"weights of this checkpoint: {list_changes(other)}. Weights, optimizer moments and step count are kept; "
             "the KL coefficient, the best checkpoint and completions sampled ahead begin again"
         )

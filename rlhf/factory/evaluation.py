@@ -12,8 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf.config.data import PromptsConfig
 from rlhf.config.load import dump
 from rlhf.config.sections import TrainConfig
+from rlhf.data.files import count_rows
+from rlhf.data.paths import check_against
 from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.evaluate import PolicyEvaluation, evaluate_policy
 from rlhf.evaluation.win_rate import (
@@ -81,6 +84,8 @@ class PolicyComparison:
     pairwise: PairwiseComparison | None = None
     rows: list[dict[str, object]] = field(default_factory=list)  # one per pair judged: prompt, texts, both verdicts
     notes: tuple[str, ...] = ()  # remarks on the models for the reader
+    data: str = ""  # the file of the held-out prompts
+    data_rows: int = 0  # all rows of that file, also those that a part, a limit or a fault leaves out
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,9 @@ def compare_models(config: TrainConfig, run: str, against: str) -> PolicyCompari
     Raises:
         UserError: there is no judge, there are no prompts, or a model cannot be loaded.
     """
+    held_out = _held_out(config)
+    if against != START:
+        check_against(against)
     judge = _pair_judge(config)  # first: a mistake in its settings shows before anything is sampled
     after = _side(config, run, run)
     before = _other_side(config, run, against, after)
@@ -138,7 +146,15 @@ def compare_models(config: TrainConfig, run: str, against: str) -> PolicyCompari
             *rounded_models(run, against),
             *rounded_inputs(config),
         ),
+        data=held_out.path,
+        data_rows=count_rows(held_out),
     )
+
+
+def _held_out(config: TrainConfig) -> PromptsConfig:
+    if config.data.eval_prompts is None:
+        raise ConfigError("nothing to evaluate on: set data.eval_prompts.path")
+    return config.data.eval_prompts
 
 
 def _failed_episodes(name: str, side: _Side) -> list[str]:
@@ -213,11 +229,10 @@ def evaluate_model(
     engine = make_engine(config.run)
     dtype = usable_dtype(config.policy.dtype, engine.device)
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
-    if config.data.eval_prompts is None:
-        raise ConfigError("nothing to evaluate on: set data.eval_prompts.path")
+    data = _held_out(config)
     tokenizer = build_tokenizer(config.policy.model_copy(update={"model": tokenizer_from}))
     models = _load_models(config, path, tokenizer, engine, with_reference=with_reference)
-    held_out = load_prompts_of_run(config.data.eval_prompts, config, tokenizer, models.policy)
+    held_out = load_prompts_of_run(data, config, tokenizer, models.policy)
     source = _score_source(config)
     evaluation = evaluate_policy(
         list(held_out.batches(config.sampling.batch_size)),

@@ -115,7 +115,8 @@ def how_to_allow(rules: Sequence[str]) -> str:
 def _check_names(names: Collection[str], known: Sequence[str], key: str, what: str) -> None:
     for name in names:
         if name not in known:
-            hint = did_you_mean(name, known) or f": `rlhf lint` and docs name every {what}"
+            page = "metrics" if what == "metric" else "troubleshooting"
+            hint = did_you_mean(name, known) or f"; docs/{page}.md lists every {what}"
             raise ConfigError(f"{key}: there is no {what} {name!r}{hint}")
 
 

@@ -151,7 +151,7 @@ def load_causal_lm(
                 **_gguf_arguments(location),
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, *CUT_OFF) as error:
-        raise ModelError(f"cannot load a causal LM from {path!r}: {_first_line(error)}") from error
+        raise ModelError(f"cannot load a causal LM from {path!r}: {_first_line(error)}{damaged(path)}") from error
     if location.gguf is not None:
         _forget_quantization(model)
         model.name_or_path = location.path  # the base that an adapter names: the file, its folder may hold others
@@ -431,6 +431,13 @@ def _no_loading_bars() -> None:
     """Silence transformers' progress bars and its tables of new weights: our own lines are the display."""
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
+
+
+def damaged(path: str) -> str:
+    """Return how to get the exported model of a run again; empty if `path` is none."""
+    if Path(path).name != "model" or not (Path(path).parent / "checkpoints").is_dir():
+        return ""
+    return f". If its files are damaged, remove {path}: the command that trained the run writes it again"
 
 
 def _first_line(error: Exception) -> str:

@@ -28,6 +28,7 @@ from rlhf.errors import ModelError
 from rlhf.models.backbone import (
     align_weights,
     check_vocabulary,
+    damaged,
     load_causal_lm,
     load_model_config,
     merge_adapter,
@@ -245,7 +246,7 @@ def _load_classifier(
 def cannot_load(path: str, config: HfConfig, error: Exception) -> ModelError:
     """Build the error of a classifier that cannot be loaded; transformers lists every class that it has."""
     if not str(error).startswith("Unrecognized configuration class"):
-        return ModelError(f"cannot load a scalar-head model from {path!r}: {error}")
+        return ModelError(f"cannot load a scalar-head model from {path!r}: {error}{damaged(path)}")
     return ModelError(
         f"{path!r}: transformers has no sequence classifier for models of type {config.model_type}, so that it can be "
         "neither a critic nor a reward model. Take another model (critic.init, model.model), critic.shared=true, or an "

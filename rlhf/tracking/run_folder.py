@@ -14,10 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
 
-from rlhf.config.files import format_yaml
+from rlhf.config.files import format_yaml, parse_yaml
 from rlhf.config.load import RUN_FOLDER_KEYS
 from rlhf.errors import DISTRIBUTION, CheckpointError
 from rlhf.tracking.trackers import flatten, read_jsonl, to_json
@@ -172,12 +171,14 @@ class RunFolder:
         """Read config.yaml; return an empty dict if there is none."""
         if not self.config.exists():
             return {}
+        command = f"rlhf config FILE KEY=VALUE > {self.config}"
+        damaged = f"{self.config} is damaged; with the file and settings of the run, `{command}` writes it again"
         try:
-            loaded = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{self.config} cannot be read as YAML: {error}") from None
+            loaded = parse_yaml(self.config.read_text(encoding="utf-8"), str(self.config))
+        except ValueError as error:
+            raise CheckpointError(f"{damaged}. {error}") from None
         if not isinstance(loaded, dict):
-            raise CheckpointError(f"{self.config}: expected sections, found {type(loaded).__name__}")
+            raise CheckpointError(f"{damaged}. It has no sections")
         return loaded
 
     def read_metrics(self) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ import pytest
 from runs import colored_prompts, make_model
 
 import rlhf
-from rlhf.config.load import read_yaml
+from rlhf.config.files import format_yaml
+from rlhf.config.load import dump, load_train, read_yaml
 from rlhf.errors import ConfigError
 
 PROMPTS = colored_prompts()
@@ -67,6 +68,26 @@ def test_an_arm_without_a_preset_has_the_algorithm_of_the_base(tmp_path: Path, m
         assert read_yaml(result.folder / "base.yaml")["algorithm"]["preset"] == expected
         folders.append(result.folder)
     assert read_yaml(folders[0] / "base.yaml")["algorithm"]["advantage"] == {"gae_lambda": 0.9}
+
+
+def test_prompts_over_the_settings_of_a_run_are_used_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's config.yaml has the parts of its own prompts that data.holdout filled in."""
+    monkeypatch.setattr("rlhf.api.runs.run_compare", lambda *_, **__: True)
+    (tmp_path / "judge.py").write_text("def count(completions):\n    return [0.0 for _ in completions]\n")
+    (tmp_path / "config.yaml").write_text(format_yaml(dump(load_train("configs/ppo.yaml"))))
+    result = rlhf.compare(
+        str(make_model(tmp_path / "start")),
+        {"slow": {"policy": {"lr": 1e-6}}},
+        completions=512,
+        prompts=PROMPTS,
+        eval_prompts=PROMPTS[:6],
+        reward=f"{tmp_path / 'judge.py'}:count",
+        config=tmp_path,
+        folder=tmp_path / "compare",
+        quiet=True,
+    )
+    data = read_yaml(result.folder / "base.yaml")["data"]
+    assert data["prompts"].get("part") is data["eval_prompts"].get("part") is data["eval_prompts"].get("limit") is None
 
 
 def test_a_lambda_cannot_go_to_other_processes(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from runs import make_model, ppo_tree, prompts_file, write_rows
 from rlhf.cli import main
 from rlhf.config.files import merge
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def write_config(path: Path, tree: dict[str, Any]) -> str:
     path.write_text(yaml.safe_dump(tree))
@@ -80,7 +82,10 @@ def test_sft_reward_model_ppo_eval_sample_report(tmp_path: Path, capsys: pytest.
     assert 0 <= results["win_rate"]["low"] <= results["win_rate"]["value"] <= results["win_rate"]["high"] <= 1
     assert "win rate over the reference" in capsys.readouterr().out
     assert main(["eval", str(tmp_path / "rm")]) == 0
-    assert "bag of words" in capsys.readouterr().out
+    assert "bag of words" in (out := capsys.readouterr().out)
+    assert "rows of" not in out
+    assert main(["eval", str(tmp_path / "rm"), "data.eval_preferences.limit=3"]) == 0
+    assert "3 of 16 rows of " in capsys.readouterr().out
     assert main(["sample", run, "--prompt", "red one", "--count", "2"]) == 0
     assert capsys.readouterr().out.count("→") == 2
     (tmp_path / "run" / "report.html").unlink()
@@ -192,6 +197,19 @@ def test_the_process_exits_0_on_sigterm_and_the_same_command_continues(
     assert "continuing from" in capsys.readouterr().out
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(done + 2))
+
+
+@pytest.mark.usefixtures("warm_start")
+def test_the_code_of_sigterm_before_the_first_step_is_in_the_tables(tmp_path: Path) -> None:
+    reward = "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\ndef score(completions): return [0.0]\n"
+    (tmp_path / "stops.py").write_text(reward)
+    tree = ppo_tree(tmp_path, reward={"source": {"target": f"{tmp_path / 'stops.py'}:score"}})
+    command = [sys.executable, "-m", "rlhf", "train", write_config(tmp_path / "c.yaml", tree)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGTERM, done.stderr  # a shell tells 128 + 15
+    assert "Traceback" not in done.stderr
+    for page in ("run_folder.md", "reliability.md"):
+        assert "143" in (ROOT / "docs" / page).read_text()
 
 
 def test_help_is_quick_and_imports_no_torch() -> None:

@@ -12,9 +12,11 @@ import pytest
 from chat_server import Reply, serving
 from runs import make_model, offline_tree, ppo_tree, trained, trained_offline, write_rows
 
+import rlhf
 from rlhf.cli import main, parse
 from rlhf.commands.evaluate import _file_name
 from rlhf.config.files import merge
+from rlhf.config.load import load_run
 
 SECRET = "sk-very-secret"
 
@@ -82,6 +84,42 @@ def test_against_itself_is_half_and_against_its_start_is_the_default(folder: Pat
     model = evaluated(folder, "--against", str(folder / "model"), name=name_of(folder / "model"))
     assert model["win_rate"] == start["win_rate"]
     assert model["reference"] == start["reference"]
+
+
+@pytest.fixture(scope="module")
+def run_with_holdout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished PPO run that held a quarter of its 20 prompts out."""
+    path = tmp_path_factory.mktemp("holdout")
+    trained(ppo_tree(path, data={"eval_prompts": None, "holdout": 0.25}), "schedule.steps=1")
+    return path
+
+
+def test_a_named_file_is_judged_whole_and_rows_left_out_are_told(
+    run_with_holdout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that the user named was judged only in the part that data.holdout gives of the training prompts."""
+    own = str(run_with_holdout / "prompts.jsonl")
+    results = evaluated(run_with_holdout)
+    assert (results["data"], results["data_rows"], 0 < results["prompts"] < 10) == (own, 20, True)
+    assert f"{results['prompts']} of 20 rows of {own})" in capsys.readouterr().out
+    mine = str(write_rows(run_with_holdout / "mine.jsonl", [{"prompt": f"red {'one ' * n}"} for n in range(9)]))
+    results = evaluated(run_with_holdout, f"data.eval_prompts.path={mine}")
+    assert (results["data"], results["data_rows"], results["prompts"]) == (mine, 9, 9)
+    assert "(95 % interval, 9 prompts)" in capsys.readouterr().out
+    assert rlhf.evaluate(run_with_holdout / "run", settings=[f"data.eval_prompts.path={mine}"]).prompts == 9
+    assert evaluated(run_with_holdout, f"data.eval_prompts.path={mine}", "data.eval_prompts.limit=4")["prompts"] == 4
+    assert f"(95 % interval, 4 of 9 rows of {mine})" in capsys.readouterr().out
+
+
+def test_a_call_with_held_out_prompts_trains_on_all_prompts_of_a_run(run_with_holdout: Path) -> None:
+    prompts = [{"prompt": "red one"}, {"prompt": "blue two"}]
+    result = rlhf.train(
+        config=run_with_holdout / "run", eval_prompts=prompts, folder=run_with_holdout / "new", quiet=True
+    )
+    data = load_run(result.folder).data
+    assert data.prompts is not None
+    assert data.eval_prompts is not None
+    assert (data.prompts.part, data.eval_prompts.part, data.eval_prompts.limit) == (None, None, None)
 
 
 def test_overrides_may_stand_behind_the_option(folder: Path) -> None:
@@ -174,9 +212,15 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
-def test_mistakes_are_named(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_mistakes_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, gone = str(folder / "run"), str(tmp_path / "gone")
     assert "gone" in refused(capsys, "eval", run, "--against", gone)
+    monkeypatch.setattr("rlhf.data.paths._ask_hub", None)
+    told = refused(capsys, "eval", run, "--against", "nope")
+    assert "the model to compare with: no such file or folder: nope" in told
+    assert "OWNER/NAME" in told
     judge = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"}
     told = refused(capsys, "eval", run, f"eval.judge={json.dumps(judge)}")
     assert "eval.judge.api_key_env: the environment variable NO_SUCH_KEY is not set" in told

@@ -108,13 +108,19 @@ def test_other_budgets_are_met_on_the_way(tmp_path: Path, unit: str, limit: floa
         ({"seeds": []}, "seeds"),
         ({"arms": {"start": {}}}, "cannot be the name of an arm"),
         ({"arms": {"../up": {}}}, "cannot be the name of an arm"),
-        ({"arms": {"ppo": {"polcy": {}}}}, "did you mean policy"),
+        ({"arms": {"ppo": {"polcy": {}}}}, "^arms.ppo.polcy: unknown key; did you mean policy"),
+        (
+            {"arms": {"nope": {"n": 3}}},
+            r"^arms\.nope\.n: unknown key; arms of type best_of_n have it: .*nope.type=best",
+        ),
+        ({"arms": {"ppo": {"tune": {"spac": {}}}}}, r"^arms\.ppo\.tune\.spac: unknown key; did you mean space"),
+        ({"arms": {"train": {"best_of_n": 3}}}, r"^arms\.train\.best_of_n: unknown key"),
         ({"arms": {"ppo": {"policy": {"learning_rate": 1}}}}, "arms.ppo: policy.learning_rate"),
         ({"arms": {"ppo": {"schedule": {"steps": 3}}}}, "set by budget"),
         ({"arms": {"ppo": {"policy": {"model": "x"}}}}, "set by start"),
         ({"arms": {"ppo": {"eval": {"source": {}}}}}, "set by judge"),
         ({"shared": {"schedule": {"epochs": 1}}}, "set by budget"),
-        ({"arms": {"best_of_n": {"samples": 1}}}, "at least 2"),
+        ({"arms": {"best_of_n": {"samples": 1}}}, r"^arms\.best_of_n: samples is 1, but .* at least 2"),
         ({"arms": {"more": {"type": "search"}}}, "arms.more"),
         ({"base": "nowhere.yaml"}, "nowhere.yaml"),
         ({"shared": {"eval": {"source": None}}}, "judge is missing"),
@@ -232,6 +238,21 @@ def test_a_cell_with_rows_held_out_of_its_data_is_read_back_as_it_was_written(tm
         ensure_owner(cell)
         assert dump(read_cell(cell.folder).config) == dump(cell.config), name
         ensure_owner(plan_of(tree).of(name)[0])
+
+
+def test_prompts_over_a_base_that_is_a_run_are_all_judged_on(tmp_path: Path) -> None:
+    """The run's config.yaml has the part of its own prompts that data.holdout filled in."""
+    tree = compare_tree(tmp_path, shared={"data": {"eval_prompts": None, "holdout": 0.25}})
+    run = plan_of(tree).of("ppo")[0].config.train
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(dump(run)))
+    mine = str(write_rows(tmp_path / "mine.jsonl", [{"prompt": "red one"}]))
+    named = plan_of(
+        compare_tree(tmp_path, base=str(tmp_path / "run"), shared={"data": {"eval_prompts": {"path": mine}}})
+    )
+    data = named.of("ppo")[0].config.train.data
+    assert data.eval_prompts is not None
+    assert (data.eval_prompts.path, data.eval_prompts.part, data.eval_prompts.limit) == (mine, None, None)
 
 
 def test_a_cell_goes_on_with_other_settings_of_speed_memory_and_checkpoints(tmp_path: Path) -> None:

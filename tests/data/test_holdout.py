@@ -10,7 +10,8 @@ import pytest
 from runs import ppo_tree
 from tiny_models import tokenizer
 
-from rlhf.config.load import dump, load_reward_model, load_train, train_config
+from rlhf.config.files import format_yaml
+from rlhf.config.load import dump, load_reward_model, load_run, load_train, train_config
 from rlhf.data.pairs import demonstration_pipeline, pair_pipeline
 from rlhf.data.prompts import prompt_pipeline
 from rlhf.errors import ConfigError, DataError
@@ -121,3 +122,63 @@ def test_a_file_without_rows_is_not_called_small(tmp_path: Path, rows: list[dict
 def test_a_share_has_to_leave_rows() -> None:
     with pytest.raises(ConfigError, match=r"data\.holdout"):
         load_train("configs/ppo.yaml", ["data.holdout=1"])
+
+
+ROWS = {"ppo": "prompts", "dpo": "preferences", "sft": "sft", "reward_model": "preferences"}
+
+
+def run_of(name: str, folder: Path) -> tuple[Any, Path]:
+    """How a configuration is loaded, and the folder of a run that was made with it."""
+    load: Any = load_reward_model if name == "reward_model" else load_train
+    (folder / "config.yaml").write_text(format_yaml({**dump(load(f"configs/{name}.yaml")), "versions": {}}))
+    return load, folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        ["schedule.steps=7"],
+        ["data.eval_{rows}.path=mine.jsonl"],
+        ["data.eval_{rows}.path=mine.jsonl", "data.holdout=null"],
+        ["data.eval_{rows}.path=mine.jsonl", "data.eval_{rows}.limit=9"],
+        ["data.eval_{rows}=null"],
+        ["data.holdout=null"],
+        ["data.holdout=0.3"],
+        ["data.{rows}.path=mine.jsonl"],
+        ["data.{rows}.limit=40"],
+        ["data.{rows}.part=[0.5, 1]"],
+        ["data.{rows}.sources={{a: {{path: mine.jsonl}}, b: {{path: yours.jsonl}}}}"],
+    ],
+)
+@pytest.mark.parametrize("name", ROWS)
+def test_settings_over_a_run_do_what_they_do_over_its_file(name: str, changes: list[str], tmp_path: Path) -> None:
+    """The part of a run's training rows that data.holdout had filled in was a part of any file named in its place."""
+    load, run = run_of(name, tmp_path)
+    changes = [change.format(rows=ROWS[name]) for change in changes]
+    assert load(run, changes).data == load(f"configs/{name}.yaml", changes).data
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_run_is_evaluated_on_all_of_a_named_file(name: str, tmp_path: Path) -> None:
+    _, run = run_of(name, tmp_path)
+    rows, held_out = ROWS[name], f"eval_{ROWS[name]}"
+    before = load_run(run).data
+    for also in ([], ["data.holdout=null"], ["data.holdout=0.3"]):
+        data = load_run(run, [f"data.{held_out}.path=mine.jsonl", *also]).data
+        named = {"path": "mine.jsonl", "part": None, "limit": None}
+        assert getattr(data, held_out) == getattr(before, held_out).model_copy(update=named)
+        assert getattr(data, rows) == getattr(before, rows)  # a report card reads the pairs that were trained on
+    few = getattr(load_run(run, [f"data.{held_out}.limit=9"]).data, held_out)
+    assert few == getattr(before, held_out).model_copy(update={"limit": 9})
+    other_share = load_run(run, ["data.holdout=0.3"]).data
+    assert getattr(other_share, held_out) is None  # rows that were trained on would be in it
+    assert load_run(run, [f"data.holdout={before.holdout}"]).data == before
+
+
+def test_a_part_that_the_user_set_stays(tmp_path: Path) -> None:
+    changes = ["data.eval_prompts.path=mine.jsonl", "data.eval_prompts.part=[0, 0.5]"]
+    (tmp_path / "config.yaml").write_text(format_yaml(dump(load_train("configs/ppo.yaml", changes))))
+    for load in (load_run, load_train):
+        data: Any = load(tmp_path, ["data.eval_prompts.path=yours.jsonl"]).data
+        assert (data.eval_prompts.path, data.eval_prompts.part) == ("yours.jsonl", (0.0, 0.5))

@@ -105,7 +105,8 @@ def test_a_finished_run_started_again_says_so_and_writes_nothing(tmp_path: Path,
     assert "already complete (step 4), nothing to train. To train further: a schedule.steps above 4" in out
     assert files_of(tmp_path / "run") == before
     assert main(["train", file, "schedule.steps=3"]) == 0  # fewer steps than it has: the run is looked at
-    assert "nothing to train" in capsys.readouterr().out
+    assert "nothing to train" in (out := capsys.readouterr().out)
+    assert "of 3)" not in out
     after = files_of(tmp_path / "run")
     kept = [name for name in before if name != "notes.jsonl"]
     assert {name: after[name][1] for name in kept} == {name: before[name][1] for name in kept}
@@ -118,6 +119,9 @@ def test_a_finished_run_whose_model_is_gone_or_wanted_otherwise_exports_it_again
     assert main(["train", file]) == 0
     model = tmp_path / "run" / "model" / "model.safetensors"
     first = model.read_bytes()
+    model.write_bytes(first[:1000])
+    assert main(["eval", str(tmp_path / "run"), f"data.eval_prompts.path={tmp_path / 'prompts.jsonl'}"]) == 2
+    assert f"remove {model.parent}: the command that trained the run writes it again" in capsys.readouterr().err
     model.unlink()
     model.with_name("config.json").unlink()
     for path in model.parent.iterdir():
@@ -129,6 +133,23 @@ def test_a_finished_run_whose_model_is_gone_or_wanted_otherwise_exports_it_again
     assert len(model.read_bytes()) < len(first)
     assert RunFolder(tmp_path / "run").read_config()["policy"]["export_dtype"] == "bfloat16"
     assert "nothing to train" not in capsys.readouterr().out
+
+
+def test_a_damaged_configuration_is_told_with_the_command_that_writes_it_again(tmp_path: Path, capsys: Capture) -> None:
+    file, run = write_config(tmp_path, brief_tree(tmp_path, schedule={"steps": 2})), tmp_path / "run"
+    assert main(["train", file]) == 0
+    written = (run / "config.yaml").read_bytes()
+    (run / "config.yaml").write_bytes(written[: len(written) // 2] + b"\na: [")
+    for command in (["report", str(run)], ["train", file, "schedule.steps=3"]):
+        capsys.readouterr()
+        assert main(command) == 2
+        assert "config.yaml is damaged" in (told := " ".join(capsys.readouterr().err.split()))
+        assert f"rlhf config FILE KEY=VALUE > {run / 'config.yaml'}" in told
+    assert main(["config", file]) == 0
+    (run / "config.yaml").write_text(capsys.readouterr().out)
+    assert main(["report", str(run)]) == 0
+    assert main(["train", file, "schedule.steps=3"]) == 0
+    assert "continuing from" in capsys.readouterr().out
 
 
 def test_more_steps_and_another_learning_rate_continue_and_are_recorded(tmp_path: Path) -> None:

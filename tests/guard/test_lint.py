@@ -282,6 +282,10 @@ def test_a_name_that_is_no_rule_or_no_alarm_is_an_error() -> None:
         lint(load_any(ROOT / PPO, ["guard.allow=[clip-rnge]"]))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"guard.alarms: there is no alarm 'repetitions'; did you mean repetition\?"):
         lint(load_any(ROOT / PPO, ["guard.alarms.repetitions=stop"]))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"no alarm 'nope'; docs/troubleshooting\.md lists every alarm"):
+        lint(load_any(ROOT / PPO, ["guard.alarms.nope=stop"]))  # type: ignore[arg-type]
+    assert "`kl-jump`" in (page := (ROOT / "docs" / "troubleshooting.md").read_text())
+    assert "`critic-frozen`" in page
 
 
 def test_the_command_prints_warnings_and_refuses_errors() -> None:

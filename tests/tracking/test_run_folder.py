@@ -63,12 +63,14 @@ def test_differing_keys_counts_a_key_that_only_one_side_has() -> None:
     assert differing_keys({"a": (1, 2)}, {"a": [1, 2]}) == []
 
 
-@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2", "\xff"])
-def test_a_config_that_is_no_mapping_is_a_clear_error(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2", "\xff", ""])
+def test_a_config_that_is_no_mapping_is_a_clear_error_with_a_way_out(tmp_path: Path, text: str) -> None:
     folder = RunFolder(tmp_path)
     folder.config.write_bytes(text.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"config\.yaml"):
+    with pytest.raises(CheckpointError, match=r"config\.yaml is damaged.*rlhf config FILE") as error:
         folder.read_config()
+    assert "unicode string" not in str(error.value)
+    assert "NoneType" not in str(error.value)
 
 
 def test_an_empty_folder_reads_as_nothing(tmp_path: Path) -> None:
