@@ -119,7 +119,7 @@ ESTIMATES = [
     ),
     Mutant(
         name="wilson-without-its-shift",
-        file="rlhf/suites/metrics/accuracy.py",
+        file="rlhf/evaluation/win_rate.py",
         before="center = share + z2 / (2 * total)",
         after="center = share",
         why="shares near 0 and 1 have intervals on the wrong side of the middle",
