@@ -30,6 +30,7 @@ from rlhf.api.keywords import CompareKeywords, RewardModelKeywords, SftKeywords,
 from rlhf.api.training import OnStep, run_reward_model, run_train
 from rlhf.comparison.plan import plan_cells
 from rlhf.comparison.terminal import ComparisonTerminal
+from rlhf.config.data import DataConfig
 from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
 from rlhf.config.load import (
     check_kind,
@@ -224,8 +225,9 @@ def train(
 
 def sft(
     model: Any = None,
-    data: Rows | None = None,
+    rows: Rows | None = None,
     *,
+    data: Rows | None = None,
     eval_data: Rows | None = None,
     tokenizer: Any = None,
     config: str | Path | None = None,
@@ -239,7 +241,8 @@ def sft(
 
     Args:
         model: a path, a hub id, or a loaded causal LM (then with `tokenizer`).
-        data: the rows: texts, or dictionaries in a format of docs/data.md, such as {"messages": [...]}.
+        rows: texts, or dictionaries in a format of docs/data.md, such as {"messages": [...]}.
+        data: settings of the section data, such as {"holdout": 0.1}; or the rows, in place of `rows`.
         eval_data: held-out rows.
         tokenizer: as in `train`; so are config, resume, on_step, quiet and settings.
         folder: the run folder (default: runs/sft).
@@ -247,12 +250,17 @@ def sft(
     Raises:
         UserError: as `train`.
     """
-    draft = Draft.begin(sft, "sft", settings, config=config, folder=folder, resume=resume)
+    keywords: Tree = dict(settings)
+    if rows is None and not (isinstance(data, Mapping) and data.keys() <= DataConfig.model_fields.keys()):
+        rows = data
+    elif data is not None:
+        keywords["data"] = data
+    draft = Draft.begin(sft, "sft", keywords, config=config, folder=folder, resume=resume)
     if "algorithm" not in draft.base:
         draft.sections["algorithm"] = {"preset": "sft"}
     if model is not None:
         draft.sections["policy"] = draft.inputs.model(model, tokenizer)
-    draft.sections["data"] = draft.inputs.data("text", sft=data, eval_sft=eval_data)
+    draft.sections["data"] = draft.inputs.data("text", sft=rows, eval_sft=eval_data)
     config_of_run = train_config(draft.tree())
     if not isinstance(config_of_run, OfflineConfig) or config_of_run.algorithm.loss.data != "demonstrations":
         raise ConfigError(

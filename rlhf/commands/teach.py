@@ -24,7 +24,7 @@ def run_teach(config: OfflineConfig, out: Path, *, top_k: int, console: Console)
     done = store_answers(config, out, top_k=top_k, warn=warn)
     console.print(
         Text(
-            f"{out}: {done.rows:,} answers, {done.tokens:,} tokens; the {top_k} likeliest tokens have "
+            f"{out}: {done.rows:,} answers, {done.tokens:,} tokens; at the learned ones the {top_k} likeliest have "
             f"{done.listed:.2%} of the teacher's probability"
         ),
         soft_wrap=True,

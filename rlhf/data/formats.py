@@ -366,10 +366,13 @@ class RowFormats(Generic[T]):
             if set(shape.columns) <= set(columns):
                 return shape
         understood = "; ".join(" + ".join(shape.columns) for shape in self.shapes)
+        hint = ""
+        if self.name == PAIRS.name and any(set(shape.columns) <= set(columns) for shape in LABELLED.shapes):
+            hint = " For completions with a label each set algorithm.preset=kto."
         raise DataError(
             f"{file}: no {self.name} in these columns: {', '.join(map(repr, columns)) or 'none'}. "
             f"Understood are: {understood}. Columns with other names can be renamed, as in columns: "
-            f"{{{self.shapes[0].columns[0]}: their name}}."
+            f"{{{self.shapes[0].columns[0]}: their name}}.{hint}"
         )
 
     def read(self, rows: Sequence[DataRow], skips: RowCounts, *, turns: bool) -> Iterator[tuple[DataRow, T]]:

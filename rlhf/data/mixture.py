@@ -336,10 +336,15 @@ class MixedStream(Generic[T, S]):
 
     def has_batch(self, step: int) -> bool:
         """Return whether there is a batch of this step: always, unless a source that has ended stops the run."""
+        return not self.ended(step)
+
+    def ended(self, step: int) -> list[str]:
+        """Return the sources that stop the run, as they have too few rows for the batch of a step."""
         if not self.stops:
-            return True
+            return []
         with self._lock:
-            return all(drawn == 0 or self.sources[name].has(drawn - 1) for name, drawn in self._drawn(step).items())
+            drawn = self._drawn(step).items()
+            return [name for name, count in drawn if count > 0 and not self.sources[name].has(count - 1)]
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the rows drawn from each source and skipped in it, from the start of the run to the end of a step."""

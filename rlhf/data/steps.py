@@ -122,7 +122,7 @@ def load_steps(
         if config.limit is not None and len(rows) == config.limit:
             break
         try:
-            text = read_steps(row)
+            text = read_steps(row, separator)
         except BadRow as bad:
             skips.add(row, bad.reason, bad.detail)
             continue
@@ -149,11 +149,11 @@ def load_steps(
     return StepSet(tuple(rows), tuple(texts), pad_id(tokenizer), skips)
 
 
-def read_steps(row: DataRow) -> StepText:
+def read_steps(row: DataRow, separator: str) -> StepText:
     """Read a row with the columns prompt, completions and labels.
 
     Raises:
-        BadRow: a column is missing or has other values.
+        BadRow: a column is missing or has other values, or the separator would split a step.
     """
     prompt, steps, labels = (row.values.get(name) for name in ("prompt", "completions", "labels"))
     if not isinstance(prompt, str) or not prompt:
@@ -162,7 +162,10 @@ def read_steps(row: DataRow) -> StepText:
         raise BadRow("without a list of steps in the column completions")
     if not isinstance(labels, list) or len(labels) != len(steps):
         raise BadRow("without one label for each step in the column labels")
-    return StepText(prompt, tuple(step.strip() for step in steps), tuple(_read_label(label) for label in labels))
+    steps = [step.strip() for step in steps]
+    if any(separator in step for step in steps):
+        raise BadRow(f"with process.separator ({separator!r}) within a step, which would be read as two")
+    return StepText(prompt, tuple(steps), tuple(_read_label(label) for label in labels))
 
 
 def _read_label(label: object) -> float:

@@ -128,8 +128,10 @@ def mix(
     context.identify(f"data.{DATA.get(section, section)}", stream.digest())
     context.notes += stream.restore(context.saved_positions(section))
     context.streams[section] = stream
-    if not stream.has_batch(1):
-        raise DataError(f"data.{section}: a source has fewer rows than the first step needs of it, and at_end is stop")
+    if ended := stream.ended(1):
+        raise DataError(
+            f"data.{section}: {', '.join(ended)} has fewer rows than the first step needs of it, and at_end is stop"
+        )
     return stream
 
 

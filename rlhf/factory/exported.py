@@ -45,6 +45,7 @@ def export_policy(
     `kind` is the setting policy.export; with both, the adapter is in the folder `adapter` beside the model.
     """
     state = engine.full_state(policy)
+    rank = policy.active_peft_config.r if is_adapted(policy) else None
 
     def write() -> None:
         if is_adapted(policy) and kind != "merged":
@@ -52,13 +53,13 @@ def export_policy(
             save_model(policy, tokenizer, place, state)
             write_tokenizer(tokenizer, place, origin)
             if kind == "adapter":
-                _record_export(Exported(torch.float32, lost=0.0), "policy", dtype, folder)
+                _record_export(Exported(torch.float32, lost=0.0), "policy", dtype, folder, rank)
                 return
         if is_adapted(policy):
             exported = export_model(merged_copy(policy, state), tokenizer, folder, origin=origin, dtype=dtype)
         else:
             exported = export_model(policy, tokenizer, folder, origin=origin, dtype=dtype, state=state)
-        _record_export(exported, "policy", dtype, folder)
+        _record_export(exported, "policy", dtype, folder, rank)
 
     engine.ranks.on_main(write)
 
@@ -77,24 +78,25 @@ def export_scalar_head(
     `kind` is the setting model.export; with both, the adapter is in the folder `adapter` beside the model.
     """
     state = engine.full_state(model.classifier)
+    rank = None if model.adapter is None else model.adapter.r
 
     def write() -> None:
         if model.adapter is not None and kind != "merged":
             save_adapter(model, tokenizer, folder if kind == "adapter" else folder.parent / ADAPTER_FOLDER, state)
             if kind == "adapter":
-                _record_export(Exported(torch.float32, lost=0.0), "model", dtype, folder)
+                _record_export(Exported(torch.float32, lost=0.0), "model", dtype, folder, rank)
                 return
         if model.adapter is not None:
             merged = merged_classifier(model, state)
             exported = export_model(merged, tokenizer, folder, origin=origin, dtype=dtype)
         else:
             exported = export_model(model.classifier, tokenizer, folder, origin=origin, dtype=dtype, state=state)
-        _record_export(exported, "model", dtype, folder)
+        _record_export(exported, "model", dtype, folder, rank)
 
     engine.ranks.on_main(write)
 
 
-def _record_export(exported: Exported, section: str, asked: ExportDtype, folder: Path) -> None:
+def _record_export(exported: Exported, section: str, asked: ExportDtype, folder: Path, rank: int | None) -> None:
     """Write export.json beside the folder of the exported model."""
 
     def kept(lost: float | None) -> float | None:
@@ -107,6 +109,7 @@ def _record_export(exported: Exported, section: str, asked: ExportDtype, folder:
         change_kept=kept(exported.lost),
         start_dtype=None if exported.avoided is None else _dtype_name(exported.avoided),
         start_dtype_keeps=kept(exported.avoided_loss),
+        rank=rank,
     ).write(folder.parent)
 
 

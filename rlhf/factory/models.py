@@ -31,6 +31,7 @@ from rlhf.models.backbone import (
 from rlhf.models.bases import bases_of
 from rlhf.models.export import Origin, read_origin
 from rlhf.models.folders import CRITIC, MODEL, member_folders, model_folder
+from rlhf.models.lora import overruled_settings
 from rlhf.models.policy_models import Ema, Models, SharedValueHead, keep_in_bfloat16
 from rlhf.models.scalar_adapters import load_adapted, load_adapter_weights
 from rlhf.models.scalar_head import ScalarHeadModel, load_reward_heads, load_scalar_head, single_head
@@ -55,16 +56,14 @@ def build_policy(config: PolicyConfig, context: RunContext, tokenizer: PreTraine
     if context.resume is not None:  # before anything slow is loaded
         context.identify_model("policy.model", config.model)
     with seeded_initialization(context.seed):
-        model = context.engine.place(_load_or_resume(config, tokenizer, context.resume, context.engine))
+        model = context.engine.place(_load_or_resume(config, tokenizer, context))
     if context.resume is None:  # a hub id is on this machine now
         context.identify_model("policy.model", config.model)
     return model
 
 
-def _load_or_resume(
-    config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, resume: Path | None, engine: Engine
-) -> CausalLM:
-    start = model_folder(config.model)
+def _load_or_resume(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, context: RunContext) -> CausalLM:
+    start, resume, engine = model_folder(config.model), context.resume, context.engine
     if config.lora is None:
         return load_policy(config, start if resume is None else str(resume / MODEL), tokenizer, engine)
     adapter = continued_adapter(config)
@@ -73,6 +72,10 @@ def _load_or_resume(
         base_path, config.weights, dtype=config.dtype, trust_remote_code=config.trust_remote_code
     )
     check_vocabulary(base, tokenizer, base_path)
+    if adapter is not None and (texts := overruled_settings(base, config.lora, adapter)):
+        context.note(
+            f"warning: policy.lora.start=continue trains the adapter {config.model} as it is: {'; '.join(texts)}"
+        )
     folder = adapter if resume is None else resume / MODEL
     model = add_lora(base, config.lora) if folder is None else load_adapter(base, folder)
     return prepare_policy(model, config, tokenizer, base_path)

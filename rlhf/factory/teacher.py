@@ -79,12 +79,14 @@ def teacher_context(
 ) -> TeacherContext:
     """Return the objects from which the teacher of a run is built."""
     chat = config.data.chat_format
+    loss = config.algorithm.loss if isinstance(config, OfflineConfig) else config.algorithm.policy_loss
     return TeacherContext(
         tokenizer=tokenizer,
         device=engine.device,
         dtype=config.policy.dtype,
         temperature=config.sampling.temperature if config.algorithm.samples else 1.0,
         stop_ids=stop_token_ids(tokenizer, chat, eos_ids(policy, tokenizer)),
+        top_k=getattr(loss, "top_k", None),
         chat=chat,
         load_model=partial(load_teacher, engine=engine, warn=warn),
     )
@@ -190,7 +192,7 @@ class StoredSummary:
 
     rows: int
     tokens: int
-    listed: float  # the mean over tokens of the probability of the listed tokens
+    listed: float  # the mean over tokens that are learned of the probability of the listed tokens
 
 
 def store_answers(config: OfflineConfig, out: Path, *, top_k: int, warn: Callable[[str], None]) -> StoredSummary:
@@ -216,6 +218,7 @@ def store_answers(config: OfflineConfig, out: Path, *, top_k: int, warn: Callabl
     rows: list[tuple[list[int], list[int]]] = []
     ids: list[Tensor] = []
     logprobs: list[Tensor] = []
+    learned: list[Tensor] = []
     for data in (config.sft_data, config.data.eval_sft):
         if data is None:
             continue
@@ -224,6 +227,7 @@ def store_answers(config: OfflineConfig, out: Path, *, top_k: int, warn: Callabl
         for batch in sequential_batches(loaded, config.batch.micro_batch_size):
             here = batch.to(engine.device)
             rows += live_rows(here)
+            learned.append(batch.loss_mask[batch.completion_mask])
             for listed in _top_of(source(here), int(here.completion_mask.sum()), top_k, width=len(embeddings)):
                 assert listed.ids is not None
                 ids.append(listed.ids.to(torch.int32).cpu())
@@ -232,7 +236,7 @@ def store_answers(config: OfflineConfig, out: Path, *, top_k: int, warn: Callabl
     write_answers(
         out, rows, torch.cat(ids), stored, teacher=teacher.describe(), vocabulary=vocabulary_digest(tokenizer)
     )
-    return StoredSummary(len(rows), len(stored), float(stored.exp().sum(dim=1).mean()))
+    return StoredSummary(len(rows), len(stored), float(stored[torch.cat(learned)].exp().sum(dim=1).mean()))
 
 
 def _asked(config: OfflineConfig) -> Teacher:

@@ -85,7 +85,8 @@ def masked_penalty(config: OnlineConfig, facts: Facts) -> Value | None:
 
 def clip_of_checked_reward(config: OnlineConfig, facts: Facts) -> Value | None:
     """Return a clip on the scores of a program, which has no outliers to tame."""
-    return None if config.reward.source.is_learned else config.reward.shaping.clip
+    source = config.reward.source
+    return None if source.is_learned or source.is_constant else config.reward.shaping.clip
 
 
 def judge_is_reward(config: OnlineConfig, facts: Facts) -> Value | None:

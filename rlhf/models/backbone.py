@@ -345,8 +345,12 @@ def save_model(
     """
     # No row is ever added to an embedding; "auto" would look for the config.json of the base, if need be on the hub.
     options: dict[str, Any] = {"save_embedding_layers": False} if is_adapted(model) else {}
+    card = folder / "README.md"
+    had_card = card.exists()
     with quiet_peft():
         model.save_pretrained(folder, state_dict=state, **options)
+    if is_adapted(model) and not had_card:  # peft's, a form that nobody has filled in
+        card.unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,31 @@ def peft_settings(model: nn.Module, config: LoraConfig, task: str | None) -> Any
         use_dora=config.dora,
         task_type=task,
     )
+
+
+PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora", "dora": "use_dora"}
+
+
+def overruled_settings(base: nn.Module, config: LoraConfig, folder: Path) -> list[str]:
+    """Describe each setting that is given and is not that of the adapter in `folder`, which is trained further."""
+    from peft import PeftConfig
+    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
+
+    own: Any = PeftConfig.from_pretrained(str(folder))
+    if isinstance(own.target_modules, set):
+        own.target_modules = sorted(own.target_modules)
+    asked = _maybe_include_all_linear_layers(peft_settings(base, config, "CAUSAL_LM"), base)
+
+    def value(settings: Any, name: str) -> Any:
+        if name == "target_modules":
+            return [path for path, _ in base.named_modules() if check_target_module_exists(settings, path)]
+        return getattr(settings, PEFT_NAMES.get(name, name)) or None
+
+    return [
+        f"lora.{name}={getattr(config, name)} has no effect (it has {getattr(own, PEFT_NAMES.get(name, name))})"
+        for name in sorted(config.model_fields_set - {"start"})
+        if value(asked, name) != value(own, name)
+    ]
 
 
 def _of_half(model: nn.Module, half: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +55,36 @@ def load_step_model(config: ModelProcess, *, device: torch.device) -> StepModel:
     """Load a token-classification model and its tokenizer, from a run's folder, a model's folder or the hub.
 
     Raises:
-        ModelError: there is none, or it lacks the class that is asked for.
+        ModelError: there is none, or it lacks the class that is asked for, or a head for steps.
     """
     path = model_folder(config.path)
     try:
-        model = AutoModelForTokenClassification.from_pretrained(path)
+        model, read = AutoModelForTokenClassification.from_pretrained(path, output_loading_info=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{config.path}: no token-classification model could be loaded: {error}") from error
+    _check_head(model, config.path, missing=read["missing_keys"])
     separator = config.model_separator or getattr(model.config, SEPARATOR, None) or LINE_BREAK
     model = model.to(device).eval()
     return StepModel(model, load_tokenizer(path), label=config.label, separator=separator)
+
+
+def _check_head(model: Any, path: str, *, missing: Iterable[str]) -> None:
+    """Check that the head for tokens was read: transformers draws a missing one at random."""
+    made_for = next((name for name in model.config.architectures or [] if "SequenceClassification" in name), None)
+    if made_for is not None:
+        fault = f"is a classifier of whole answers ({made_for}), which grades no steps"
+        if model.config.num_labels == 1:
+            fault += ": a reward model belongs in reward.source.path"
+    elif missing:
+        fault = f"is no process reward model: its weights lack {', '.join(sorted(missing))}"
+    elif hasattr(model, "peft_config"):
+        fault = "is an adapter, whose head transformers does not use: merge it into its base and save the whole model"
+    else:
+        return
+    raise ModelError(
+        f"reward.process.path: {path} {fault}. Name a token-classification model, as `rlhf reward` with the section "
+        "process or TRL's PRMTrainer writes it"
+    )
 
 
 def save_step_model(

@@ -91,6 +91,7 @@ def _training_rows(record: Record) -> Iterator[tuple[str, str]]:
     yield "steps", f"{record.last_step:,}{unfinished}"
     yield "seed", format_value(record.setting("run", "seed"))
     rank = record.setting("policy", "lora", "r") or record.setting("model", "lora", "r")
+    rank = rank if record.export is None or record.export.rank is None else record.export.rank
     yield "trained weights", "all" if rank is None else f"adapters of rank {rank}"
     yield "exported weights", _exported(record)
 

@@ -49,13 +49,19 @@ class ServerTeacher(Teacher):
         """Return the source that asks the server.
 
         Raises:
-            ConfigError: the token is not in the environment, or samples are drawn at another temperature than 1.
+            ConfigError: the token is not in the environment, samples are drawn at another temperature than 1, or the
+                loss compares more tokens than are asked for.
             RewardError: the address is invalid.
         """
         if context.temperature != 1.0:
             raise ConfigError(
                 f"teacher.type=server gives log-probabilities at temperature 1, but sampling.temperature is "
                 f"{context.temperature:g}: set it to 1, or teacher.type=model"
+            )
+        if context.top_k is not None and context.top_k > self.top_k:
+            raise ConfigError(
+                f"the loss compares the {context.top_k} likeliest tokens (top_k), but teacher.top_k asks the server "
+                f"for {self.top_k}: raise teacher.top_k to {context.top_k}, or lower the top_k of the loss"
             )
         return AskedTeacher(self, context.tokenizer, context.device)
 

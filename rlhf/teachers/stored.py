@@ -43,11 +43,19 @@ class StoredTeacher(Teacher):
         """Return the source that reads the file.
 
         Raises:
-            ConfigError: there is no such file, it is no file of `rlhf teach`, or it was made for another vocabulary.
+            ConfigError: there is no such file, it is no file of `rlhf teach`, it was made for another vocabulary, or
+                it has fewer tokens than the loss compares.
         """
         from rlhf.data.tokenizer import vocabulary_digest
 
-        return StoredAnswers.read(self.path, vocabulary_digest(context.tokenizer), context.device)
+        answers = StoredAnswers.read(self.path, vocabulary_digest(context.tokenizer), context.device)
+        listed = answers.ids.shape[1]
+        if context.top_k is not None and context.top_k > listed:
+            raise ConfigError(
+                f"algorithm.loss.top_k is {context.top_k}, but teacher.path: {self.path} has the {listed} likeliest "
+                f"tokens: lower top_k to {listed}, or write the file again by `rlhf teach --top-k {context.top_k}`"
+            )
+        return answers
 
 
 def row_key(prompt: Sequence[int], completion: Sequence[int]) -> str:
@@ -114,7 +122,8 @@ class StoredAnswers:
         if place is None:
             raise DataError(
                 f"teacher.path: {self.path} has no answer for a row of the data (its completion has {len(completion)} "
-                "tokens): write the file again by `rlhf teach` with this data, template and tokenizer"
+                "tokens): write the file again by `rlhf teach` with the data of this run and the same data.sft.learn, "
+                "data.sft.max_tokens, data.system, chat template and tokenizer"
             )
         return place
 

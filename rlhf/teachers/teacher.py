@@ -63,6 +63,7 @@ class TeacherContext:
     dtype: Literal["float32", "bfloat16", "float64"]  # the policy's
     temperature: float  # at which the distributions are compared
     stop_ids: tuple[int, ...]  # the ids that end a completion of the policy
+    top_k: int | None  # the number of the teacher's likeliest tokens that the loss compares; None: all that it gives
     chat: Any  # the chat format of the data (rlhf.config.data.ChatFormat)
     load_model: Callable[[Any, TeacherContext], TeacherSource]  # loads the model of a section of type model
 

@@ -34,6 +34,8 @@ class ExportRecord:
     """The dtype of the start model, if `asked` is auto and another one was written."""
     start_dtype_keeps: float | None = None
     """The share that `start_dtype` would have kept."""
+    rank: int | None = None
+    """The rank of the adapters that were trained, if any were."""
 
     @property
     def is_rounded_away(self) -> bool:

@@ -21,9 +21,10 @@ class StreamFeed:
     def has_batch(self, step: int) -> bool:
         """Return whether every stream has rows for a step, and note it the first time that one has none."""
         for section, stream in self._streams.items():
-            if not stream.has_batch(step):
+            if ended := stream.ended(step):
                 if not self._ended:
-                    self._note(f"data.{section}: a source has no more rows (at_end: stop): the run ends here")
+                    names = ", ".join(ended)
+                    self._note(f"data.{section}: no more rows in {names} (at_end: stop): the run ends here")
                 self._ended = True
                 return False
         return True

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rlhf
 from rlhf.api import checks
 from rlhf.cli import main
+from rlhf.config.load import load_run
 from rlhf.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
 from rlhf.user_code import _OBJECTS, load_function, source_of, target_of
 
@@ -532,6 +533,23 @@ def test_rows_that_would_be_read_as_something_else_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=message):
         rlhf.sft(model, rows, folder=tmp_path / "run", quiet=True)
+
+
+def test_the_rows_of_the_text_call_and_the_settings_of_their_section(model: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": 1, "quiet": True}
+    rows = ["good bad", "bad good"]
+    both = rlhf.sft(model, rows, data={"holdout": None, "sft": {"learn": "all"}}, folder=tmp_path / "both", **options)
+    section = load_run(both.folder).data
+    assert section.holdout is None
+    assert (section.sft.learn, Path(section.sft.path).parent) == ("all", both.folder / "data")
+    by_name = rlhf.sft(model=model, data=rows, folder=tmp_path / "name", **options)
+    mixed = rlhf.sft(model, data={"a": (rows, 1), "b": (rows, 2)}, folder=tmp_path / "mixed", **options)
+    assert sorted(load_run(mixed.folder).data.sft.sources) == ["a", "b"]
+    path = load_run(by_name.folder).data.sft.path
+    alone = rlhf.sft(model, data={"sft": {"path": path}, "holdout": 0.5}, folder=tmp_path / "alone", **options)
+    assert load_run(alone.folder).data.holdout == 0.5
+    with pytest.raises(ConfigError, match="data"):
+        rlhf.sft(model, rows, data=rows, folder=tmp_path / "twice", **options)
 
 
 def test_an_empty_section_of_a_file_is_as_if_it_were_not_there(

@@ -269,6 +269,9 @@ def test_columns_that_fit_no_shape_are_an_error_which_names_the_shapes() -> None
     assert "f: no preference pairs in these columns: 'query', 'good', 'bad'" in str(error.value)
     assert "prompt + chosen + rejected; conversations + chosen + rejected" in str(error.value)
     assert "columns: {prompt: their name}" in str(error.value)
+    assert "kto" not in str(error.value)
+    with pytest.raises(DataError, match=r"For completions with a label each set algorithm\.preset=kto\.$"):
+        read(PAIRS, {"prompt": "p", "completion": "c", "label": True})
 
 
 def test_the_shape_of_a_file_is_that_of_most_of_its_rows() -> None:

@@ -29,7 +29,7 @@ from rlhf.api.inputs import Inputs
 from rlhf.config.data import OnlineDataConfig
 from rlhf.config.files import merge
 from rlhf.config.load import load_train, validate
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, DataError
 from rlhf.training.offline import train_offline
 
 BRIEF = {"data": {"eval_prompts": None}, "eval": {"source": None, "every": 0}}
@@ -114,7 +114,10 @@ def test_a_run_ends_where_a_source_does(tmp_path: Path) -> None:
     run = trained_offline(tree)
     assert run.session.state.step == 2  # two rows of the small source a step, of five
     assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
-    assert "no more rows" in (tmp_path / "run" / "notes.jsonl").read_text(encoding="utf-8")
+    notes = (tmp_path / "run" / "notes.jsonl").read_text(encoding="utf-8")
+    assert "data.sft: no more rows in small (at_end: stop)" in notes
+    with pytest.raises(DataError, match=r"data\.sft: small has fewer rows than the first step needs"):
+        offline(tree, "batch.prompts_per_step=24", f"run.out_dir={tmp_path / 'other'}")
 
 
 def test_a_mixture_is_set_in_a_file_on_the_command_line_and_from_python(tmp_path: Path) -> None:

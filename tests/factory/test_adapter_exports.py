@@ -24,12 +24,14 @@ from transformers import (
     PreTrainedModel,
 )
 
+from rlhf.commands.push import card_of_run
 from rlhf.config.load import train_config
 from rlhf.factory.run import build_run
 from rlhf.models.backbone import body_of
 from rlhf.models.kernels.llama.forward import supports_fused
 from rlhf.models.kernels.quantized import QuantizedLinear
 from rlhf.models.lora import quiet_peft
+from rlhf.tracking.run_folder import RunFolder
 from rlhf.training.online_run import OnlineRun
 
 IDS = torch.tensor([[1, 4, 6, 8, 5, 9, 7, 4, 4, 8]])  # longer than a window of Gemma's
@@ -192,3 +194,35 @@ def test_a_gemma_3_trains_adapters(preset: str, weights: str, tmp_path: Path) ->
     if preset in ("grpo", "ppo"):
         first = next(row for row in rows if "policy/first_ratio_deviation" in row)
         assert first["policy/first_ratio_deviation"] < 1e-4
+
+
+def test_a_run_and_its_card_tell_of_the_adapter_that_is_continued(tmp_path: Path) -> None:
+    """It keeps its own rank, scale and modules, whatever the file of the run says."""
+    lora = {"r": 2, "alpha": 4.0, "target_modules": ["q_proj"]}
+    first = tree_of("sft", tmp_path, lora=lora, export="adapter")
+    first["run"]["out_dir"] = str(tmp_path / "first")
+    trained(first)
+    start = tmp_path / "first" / "model"
+    for number, settings in enumerate([{"r": 16, "alpha": 4, "target_modules": "all-linear", "dora": True}, lora, {}]):
+        tree = tree_of("sft", tmp_path, model=str(start), lora={"start": "continue", **settings})
+        tree["run"]["out_dir"] = str(tmp_path / f"second{number}")
+        trained(tree)
+        assert "adapters of rank 2 |" in card_of_run(tree["run"]["out_dir"])
+        notes = [str(note["text"]) for note in RunFolder(tree["run"]["out_dir"]).read_notes()]
+        told = [text for text in notes if "policy.lora.start=continue" in text]
+        if number:
+            assert told == []
+        else:
+            start_text = f"warning: policy.lora.start=continue trains the adapter {start} as it is: "
+            assert told == [
+                start_text + "lora.dora=True has no effect (it has False); lora.r=16 has no effect (it has 2); "
+                "lora.target_modules=all-linear has no effect (it has ['q_proj'])"
+            ]
+
+
+def test_an_adapter_has_no_placeholder_for_a_card(tmp_path: Path) -> None:
+    tree = tree_of("sft", tmp_path, export="adapter")
+    trained(tree)
+    folder = Path(tree["run"]["out_dir"])
+    assert (folder / "model" / "adapter_config.json").is_file()
+    assert list(folder.rglob("README.md")) == []

@@ -125,6 +125,7 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("penalty-on-masked-rows", PPO, ["algorithm.mask_truncated=true"],
      ["algorithm.mask_truncated=true", "reward.shaping.missing_eos_penalty=0"], UNKNOWN),
     ("clip-of-a-checked-reward", PPO, FUNCTION, [], UNKNOWN),
+    ("clip-of-a-checked-reward", PPO, FUNCTION, ["reward.source={type: zero}", INIT], UNKNOWN),
     ("small-ensemble", PPO, [ENSEMBLE % ", ".join([MEMBER] * 2), "critic.init=policy"],
      [ENSEMBLE % ", ".join([MEMBER] * 3), "critic.init=policy"], UNKNOWN),
     ("judge-is-the-reward", PPO, [JUDGE % "reward_model"], [JUDGE % "judge"], UNKNOWN),

@@ -47,7 +47,7 @@ def solutions(count: int, seed: int = 0) -> list[dict[str, Any]]:
 def test_rows_are_read_and_refused() -> None:
     def read(**values: Any) -> Any:
         return read_steps(
-            DataRow({"prompt": "p", "completions": ["a ", "b"], "labels": [True, 0.25], **values}, "f", 1)
+            DataRow({"prompt": "p", "completions": ["a ", "b"], "labels": [True, 0.25], **values}, "f", 1), " t9"
         )
 
     assert (read().steps, read().labels) == (("a", "b"), (1.0, 0.25))
@@ -83,6 +83,22 @@ def test_labels_stand_at_the_last_token_behind_each_step(tmp_path: Path) -> None
         check_kinds(left_out)
     with pytest.raises(DataError, match="has no token"):
         StepEncoder(tokenizer(), " ")
+
+
+def test_a_row_whose_step_has_the_separator_is_skipped_and_told(tmp_path: Path) -> None:
+    """A policy's text is split there, so that the model would be asked about other steps than it was trained on."""
+    rows = [
+        {"prompt": "t7", "completions": ["t3", "t4 t9 t5"], "labels": [True, False]},
+        {"prompt": "t7 t9", "completions": [" t9 t3", "t5 "], "labels": [True, False]},
+        {"prompt": "t7", "completions": ["t3", "t5"], "labels": [True, False]},
+    ]
+    config = PreferencesConfig(path=str(write_rows(tmp_path / "rows.jsonl", rows)))
+    loaded = load_steps(config, tokenizer(), separator=" t9")
+    assert len(loaded) == 2  # the separator before the first word of a step is cut off with its blank
+    assert "2 rows used, 1 skipped: 1 with process.separator (' t9') within a step" in loaded.skips.summary()
+    only = config.model_copy(update={"limit": None, "path": str(write_rows(tmp_path / "bad.jsonl", rows[:1]))})
+    with pytest.raises(DataError, match=r"no usable rows; 1 skipped: 1 with process\.separator"):
+        load_steps(only, tokenizer(), separator=" t9")
 
 
 def test_the_loss_by_hand_and_the_exported_model_says_the_same(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig as PeftSettings
+from peft import get_peft_model
 from runs import make_model, online, ppo_tree, trained
 from tiny_models import EOS, completions_of, tokenizer
-from transformers import LlamaConfig, LlamaForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+)
 
 from rlhf.algo.advantages import gae, token_rewards
 from rlhf.config.load import validate
 from rlhf.errors import ConfigError, ModelError, RewardError
+from rlhf.models.lora import quiet_peft
 from rlhf.models.step_model import load_step_model
 from rlhf.rewards.process import FunctionProcess, ModelProcess, ProcessGrader, find_steps
 
@@ -143,6 +155,45 @@ def test_a_token_classification_model_grades_steps(tmp_path: Path) -> None:
         load_step_model(validate(ModelProcess, {**settings, "label": 2}), device=torch.device("cpu"))
     with pytest.raises(ModelError, match="no token-classification model could be loaded"):
         load_step_model(validate(ModelProcess, {**settings, "path": str(tmp_path / "no")}), device=torch.device("cpu"))
+
+
+def refusal_of(path: Path) -> str:
+    with pytest.raises(ModelError, match=r"^reward\.process\.path: ") as caught:
+        load_step_model(validate(ModelProcess, {"type": "model", "path": str(path)}), device=torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_a_model_without_a_head_for_steps_is_refused(tmp_path: Path) -> None:
+    """transformers would draw the missing head at random, and a run would train on noise."""
+    make_model(tmp_path / "lm")
+    assert "its weights lack score.bias, score.weight" in refusal_of(tmp_path / "lm")
+    for task, kind in [("CAUSAL_LM", AutoModelForCausalLM), ("TOKEN_CLS", AutoModelForTokenClassification)]:
+        base = kind.from_pretrained(tmp_path / "lm")
+        with quiet_peft():
+            model = get_peft_model(base, PeftSettings(task_type=task, target_modules=["q_proj"]))
+        model.save_pretrained(tmp_path / task)
+        tokenizer().save_pretrained(tmp_path / task)
+        assert "is an adapter, whose head transformers does not use" in refusal_of(tmp_path / task)
+
+
+def test_a_classifier_of_whole_answers_is_named_as_such(tmp_path: Path) -> None:
+    """Also one whose head has the names and shapes of a token classifier's, as BERT's has."""
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    start = LlamaConfig.from_pretrained(make_model(tmp_path / "lm"))
+    for name, classes, model in [
+        ("one", 1, LlamaForSequenceClassification),
+        ("two", 2, LlamaForSequenceClassification),
+        ("bert", 2, BertForSequenceClassification),
+    ]:
+        config = BertConfig(vocab_size=16, num_labels=classes, **small)
+        if model is LlamaForSequenceClassification:
+            config = copy.deepcopy(start)
+            config.num_labels = classes
+        model(config).save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+        text = refusal_of(tmp_path / name)
+        assert f"a classifier of whole answers ({model.__name__})" in text
+        assert ("reward.source.path" in text) == (classes == 1)
 
 
 def test_a_run_with_such_a_model(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from runs import (
     write_rows,
     written,
 )
+from safetensors.torch import load_file
 from tiny_models import ragged, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -42,6 +43,8 @@ from rlhf.config.files import merge
 from rlhf.config.load import train_config
 from rlhf.config.sections import OfflineConfig
 from rlhf.config.weights import LoraConfig
+from rlhf.data.pairs import demonstration_pipeline
+from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
 from rlhf.factory.teacher import store_answers
 from rlhf.guard.lint import lint
@@ -302,13 +305,48 @@ def test_a_file_of_other_data_or_another_vocabulary_is_refused(tmp_path: Path) -
     tree = sft_with_teacher(tmp_path)
     top = stored(tree, tmp_path / "top.safetensors", "--top-k", "3")
     write_rows(tmp_path / "sft.jsonl", [{"prompt": "red one", "completion": " bad good"}] * 20)
-    with pytest.raises(DataError, match="rlhf teach"):
+    with pytest.raises(DataError, match=r"rlhf teach.*data\.sft\.learn, data\.sft\.max_tokens, data\.system"):
         trained_offline(top)
     with pytest.raises(ConfigError, match="no file"):
         offline(merge(top, {"teacher": {"path": str(tmp_path / "none")}, "run": {"out_dir": str(tmp_path / "b")}}))
     rename_word(tmp_path / "model", "two", "three")
     with pytest.raises(ConfigError, match="vocabulary"):
         offline(merge(top, {"run": {"out_dir": str(tmp_path / "c")}}))
+
+
+def test_a_loss_of_more_tokens_than_the_teacher_gives_is_refused(tmp_path: Path) -> None:
+    tree = sft_with_teacher(tmp_path)
+    few = stored(tree, tmp_path / "top.safetensors", "--top-k", "3")
+    few["algorithm"] = {"preset": "distill_sft", "loss": {"top_k": 4}}
+    with pytest.raises(ConfigError, match=r"algorithm\.loss\.top_k is 4.* has the 3 likeliest .*rlhf teach --top-k 4"):
+        offline(few)
+    offline(merge(few, {"algorithm": {"loss": {"top_k": 3}}}))
+    asked = {**few, "teacher": {"type": "server", "url": "http://127.0.0.1:9", "model": "t", "top_k": 2}}
+    with pytest.raises(ConfigError, match=r"compares the 4 likeliest tokens .* teacher\.top_k asks the server for 2"):
+        offline(asked)
+
+
+def test_the_share_of_the_listed_tokens_is_of_what_is_learned(tmp_path: Path) -> None:
+    """Of a conversation the file has the user's turns too, and the loss does not read them."""
+    tree = sft_with_teacher(tmp_path)
+    turns = [("user", "red one"), ("assistant", "good good"), ("user", "two two"), ("assistant", "bad")]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    write_rows(tmp_path / "talk.jsonl", [row] * 4)
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    tree["data"] = {"sft": {"path": str(tmp_path / "talk.jsonl")}, "chat_template": str(template)}
+    config = train_config(tree)
+    assert isinstance(config, OfflineConfig)
+    out = tmp_path / "talk.safetensors"
+    done = store_answers(config, out, top_k=2, warn=print)
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    rows = demonstration_pipeline(config.sft_data, tokenizer, chat_template=config.data.chat_format).load()
+    batch = rows.collate(range(len(rows)))
+    learned = batch.loss_mask[batch.completion_mask]
+    assert 0 < learned.sum() < len(learned) == done.tokens
+    share = load_file(out)["logprobs"].exp().sum(dim=1)
+    assert done.listed == pytest.approx(float(share[learned].mean()))
+    assert done.listed != pytest.approx(float(share.mean()))
 
 
 def test_what_no_file_can_be_is_refused_before_the_teacher_is_asked(tmp_path: Path) -> None:
