@@ -17,6 +17,7 @@ from rlhf.config.files import merge
 from rlhf.factory.context import RunContext
 from rlhf.models.export import weights_fingerprint
 from rlhf.runtime import device
+from rlhf.tracking import progress
 from rlhf.training.offline import OfflineRun, completion_logprobs
 
 UNJUDGED: dict[str, Any] = {"data": {"eval_prompts": None, "eval_preferences": None}, "eval": {"source": None}}
@@ -224,7 +225,7 @@ def test_a_short_kto_run_asks_only_about_the_rows_that_it_reads(tmp_path: Path, 
 def test_a_long_computation_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     announced: list[str] = []
     monkeypatch.setattr(RunContext, "announce", lambda context, text: announced.append(text))
-    monkeypatch.setattr(built, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_SHARES", 0.0)
     offline(tree_of(tmp_path))
     assert announced[0].startswith("reference log-probs of 128 completions: computed once, kept in ")
     assert [re.sub(r"\S+ left", "left", line) for line in announced[1:]] == [
