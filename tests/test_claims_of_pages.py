@@ -332,6 +332,9 @@ FEWER = {
     "DPO": "dpo",
     "DPO, rate 1e-6": "dpo_low",
     "SFT, the same pairs": "sft_same",
+    "online DPO": "online_dpo",
+    "DPO, pairs of the start's samples": "dpo_sampled",
+    "rejection sampling": "rejection_sampling",
 }
 
 
@@ -384,6 +387,8 @@ def test_what_the_page_says_of_fewer_rewrites() -> None:
         (r"above GRPO, (.*?) above DPO", ("ppo", "dpo")),
         (r"above DPO and (.*?) above RLOO", ("ppo", "rloo")),
         (r"pairs, imitated in 7 minutes, end (.*?) below PPO", ("ppo", "sft_same")),
+        (r"for 1,024 prompts, end (.*?) below as many steps", ("dpo", "dpo_sampled")),
+        (r"PPO is (\.\d+ \[[^\]]*\]) above online DPO", ("ppo", "online_dpo")),
     ):
         (shown,) = re.findall(pattern, one_line)
         row = differences[pair]
@@ -401,6 +406,17 @@ def test_what_the_page_says_of_fewer_rewrites() -> None:
     assert wrong(list(told.groups()[:2]), [in_loss[1]["kl"], in_loss[3]["kl"]]) == []
     in_reward = [point["kl"] for seed in "01" for point in curves[f"grpo_kl_in_reward, seed {seed}"][1:]]
     assert {round(kl) for kl in in_reward} == {int(told[3])}
+    (of_dev,) = re.findall(r"costs no training: J (.*?) on the 64 .*?PPO at (.*?) and the start at (\.\d+)", one_line)
+    dev = [results["arms"][arm]["score"] for arm in ("best_of_n", "ppo")]
+    assert wrong(decimals(" ".join(of_dev)), [*dev, results["start_model"]["score"]]) == []
+    (bests,) = re.findall(r"J was (\S+) and (\S+) at its best, after one pass in one seed and two", one_line)
+    of_samples = [results["curves"][f"dpo_sampled, seed {seed}"] for seed in "01"]
+    tops = [max(curve, key=lambda point: float(point["score"])) for curve in of_samples]
+    assert wrong(decimals(" ".join(bests)), [top["score"] for top in tops]) == []
+    assert [top["step"] for top in tops] == [64, 128]
+    for seed in "01":
+        curve = results["curves"][f"online_dpo, seed {seed}"][1:]
+        assert max(curve, key=lambda point: float(point["score"])) == curve[0]
     (best,) = re.findall(r"highest after a quarter of the pairs \((.*?)\)", one_line)
     curve = curves["dpo_low, seed 0"]
     assert max(curve, key=lambda point: float(point["score"])) == curve[1]
