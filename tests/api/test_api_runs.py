@@ -582,6 +582,7 @@ def test_arguments_that_would_be_left_aside_are_refused(model: str, tmp_path: Pa
         rlhf.evaluate(tmp_path, against=model)
 
 
+@pytest.mark.usefixtures("nothing_stays_registered")
 def test_a_run_samples_with_a_correction_of_its_plugin(model: str, tmp_path: Path) -> None:
     """The settings of a run are read also if nothing has imported its plug-ins yet."""
     (tmp_path / "own_correction.py").write_text(
