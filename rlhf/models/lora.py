@@ -51,7 +51,7 @@ PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_r
 
 
 def overruled_settings(base: nn.Module, config: LoraConfig, folder: Path) -> list[str]:
-    """Describe each setting that is given and is not that of the adapter in `folder`, which is trained further."""
+    """Describe each given setting that differs from the adapter in `folder`, which is trained further."""
     from peft import PeftConfig
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
 

@@ -48,45 +48,37 @@ def test_two_arms_and_best_of_n(tmp_path: Path) -> None:
     assert set(result.table["arm"]) >= {"grpo", "dpo", "pick"}
 
 
-def test_an_arm_without_a_preset_has_the_algorithm_of_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def planned(folder: Path, config: Path | None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Call rlhf.compare over a configuration without training, and return the comparison's folder."""
     monkeypatch.setattr("rlhf.api.runs.run_compare", lambda *_, **__: True)
-    (tmp_path / "judge.py").write_text("def count(completions):\n    return [0.0 for _ in completions]\n")
+    (folder / "judge.py").write_text("def count(completions):\n    return [0.0 for _ in completions]\n")
+    result = rlhf.compare(
+        str(make_model(folder / "start")),
+        {"slow": {"policy": {"lr": 1e-6}}},
+        completions=512,
+        prompts=PROMPTS,
+        eval_prompts=PROMPTS[:6],
+        reward=f"{folder / 'judge.py'}:count",
+        config=config,
+        folder=folder / "compare",
+        quiet=True,
+    )
+    return result.folder
+
+
+def test_an_arm_without_a_preset_has_the_algorithm_of_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "base.yaml").write_text("algorithm: {preset: ppo, advantage: {gae_lambda: 0.9}}\n")
     folders = []
     for config, expected in ((tmp_path / "base.yaml", "ppo"), (None, "grpo")):
-        result = rlhf.compare(
-            str(make_model(tmp_path / "start")),
-            {"slow": {"policy": {"lr": 1e-6}}},
-            completions=512,
-            prompts=PROMPTS,
-            eval_prompts=PROMPTS[:6],
-            reward=f"{tmp_path / 'judge.py'}:count",
-            config=config,
-            folder=tmp_path / "compare",
-            quiet=True,
-        )
-        assert read_yaml(result.folder / "base.yaml")["algorithm"]["preset"] == expected
-        folders.append(result.folder)
+        folders.append(planned(tmp_path, config, monkeypatch))
+        assert read_yaml(folders[-1] / "base.yaml")["algorithm"]["preset"] == expected
     assert read_yaml(folders[0] / "base.yaml")["algorithm"]["advantage"] == {"gae_lambda": 0.9}
 
 
 def test_prompts_over_the_settings_of_a_run_are_used_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's config.yaml has the parts of its own prompts that data.holdout filled in."""
-    monkeypatch.setattr("rlhf.api.runs.run_compare", lambda *_, **__: True)
-    (tmp_path / "judge.py").write_text("def count(completions):\n    return [0.0 for _ in completions]\n")
     (tmp_path / "config.yaml").write_text(format_yaml(dump(load_train("configs/ppo.yaml"))))
-    result = rlhf.compare(
-        str(make_model(tmp_path / "start")),
-        {"slow": {"policy": {"lr": 1e-6}}},
-        completions=512,
-        prompts=PROMPTS,
-        eval_prompts=PROMPTS[:6],
-        reward=f"{tmp_path / 'judge.py'}:count",
-        config=tmp_path,
-        folder=tmp_path / "compare",
-        quiet=True,
-    )
-    data = read_yaml(result.folder / "base.yaml")["data"]
+    data = read_yaml(planned(tmp_path, tmp_path, monkeypatch) / "base.yaml")["data"]
     assert data["prompts"].get("part") is data["eval_prompts"].get("part") is data["eval_prompts"].get("limit") is None
 
 
