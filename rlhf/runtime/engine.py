@@ -24,7 +24,7 @@ from rlhf.planning.machine import host_memory
 from rlhf.process import silence_loggers
 from rlhf.runtime.device import choose_device, set_products
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed, in_buckets, init_distributed, world_size_from_env
-from rlhf.runtime.memory import keep_memory, make_memory_profiler
+from rlhf.runtime.memory import bound_product_caches, keep_memory, make_memory_profiler
 from rlhf.runtime.optimizers import load_optimizer_state, make_optimizer, moments_of, optimizer_state
 from rlhf.runtime.stochastic_rounding import StochasticRounding
 
@@ -296,8 +296,10 @@ def make_engine(config: RunConfig, sharding: ShardingConfig | None = None) -> En
     sharding = sharding or ShardingConfig()
     device = _device(config)
     _check_available(device, sharding)
-    if config.keep_memory and device.type == "cpu":
-        keep_memory()
+    if device.type == "cpu":
+        bound_product_caches()
+        if config.keep_memory:
+            keep_memory()
     set_products(device, tf32=config.tf32)
     if world_size_from_env() == 1 and not sharding.uses_deepspeed:
         return Engine(device, sharding=sharding)

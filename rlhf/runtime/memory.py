@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -58,6 +59,20 @@ def return_gaps() -> None:
     """
     if _trim is not None:
         _trim(0)
+
+
+# oneDNN's cache of compiled matrix products, and the one in torch that holds the same programs. By default 1,024 each.
+PRODUCT_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
+
+
+def bound_product_caches() -> None:
+    """Bound the compiled 16-bit matrix products that a CPU process keeps; call it before the first of them.
+
+    oneDNN compiles a program of up to a megabyte for each shape of a product, and rows of ever new lengths bring ever
+    new shapes. A capacity that the environment sets stays.
+    """
+    for variable, capacity in PRODUCT_CACHES.items():
+        os.environ.setdefault(variable, capacity)
 
 
 STATUS = Path("/proc/self/status")
