@@ -117,6 +117,14 @@ def test_choice() -> None:
     assert [digits("The answer is 2", {"answer": label}) for label in ("2", "1", 1)] == [1, 0, 1]
 
 
+@pytest.mark.parametrize("letters", ["abcd", "ABc", "AAB", "A B", "A.", "A", ""])
+def test_letters_are_capitals_or_digits_each_once(letters: str) -> None:
+    with pytest.raises(ConfigError, match="letters"):
+        validate(ChoiceGrader, {"type": "choice", "letters": letters})
+    with pytest.raises(ConfigError, match="'abcd': write capitals or digits, each once, as in ABCD"):
+        validate(ChoiceGrader, {"type": "choice", "letters": "abcd"})
+
+
 def test_regex() -> None:
     grade = validate(RegexGrader, {"type": "regex", "pattern": r"<a>(\w+)</a>", "answer": "gold"}).start()
     assert grade("<a>x</a> <a>y</a>", {"gold": "y"}) == 1
