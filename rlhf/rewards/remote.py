@@ -26,7 +26,7 @@ class RemoteSource(Source):
     url: str
     """Answers POST {prompts, completions, references} with {scores}."""
     timeout_s: Annotated[float, Gt(0)] = 60.0
-    """Timeout of one request, in seconds."""
+    """Seconds without data after which a request times out; an answer that keeps coming may take longer."""
     retries: Annotated[int, Ge(0)] = 8
     """Retries 1 s, 2 s, 4 s ... 30 s apart (about two minutes in total); then the run saves and stops."""
     token_env: str | None = None

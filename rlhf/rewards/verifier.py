@@ -50,8 +50,8 @@ class VerifierSource(Source):
     """The column by which a row picks its grader: a name of `graders`, or a verifier that needs no settings. A row
     without it has `grader`."""
     weights: dict[str, float] = {}
-    """Factors of the named rewards. Without one a name has the weight that the grader gives it, else 1; a name of
-    weight 0 is only logged."""
+    """Factors of the named rewards. Without one a name has the weight that the row's grader gives it, else 1; a name of
+    weight 0 is only logged. weighted_mean refuses a factor below 0."""
     how: VerifierMode = "sum"
     """Combination of the named rewards that apply to a completion, as in an ensemble; gdpo standardizes each within its
     group before the sum (Liu et al. 2026), with advantage.type=group and baseline=centered."""
@@ -142,6 +142,16 @@ class VerifierSource(Source):
         self.check()
         may_abstain = context.may_abstain or context.leaves_out
         return VerifierReward(self, context.tokenizer, may_abstain=may_abstain, warn=context.warn)
+
+    @model_validator(mode="after")
+    def _check_signs(self) -> VerifierSource:
+        """Check that weighted_mean has no factor below 0, so that it divides by no sum of 0."""
+        negative = [name for name, weight in self.weights.items() if weight < 0]
+        if self.how == "weighted_mean" and negative:
+            raise ValueError(
+                f"how is weighted_mean, which divides by the weights: set weights.{negative[0]} to 0 or more"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_weights(self) -> VerifierSource:
@@ -286,21 +296,25 @@ class VerifierReward:
     def _name(self, key: str) -> str:
         return key or self.source.grader.type
 
-    def _weight(self, name: str) -> float:
-        if name in self.source.weights:
-            return self.source.weights[name]
-        weights = (grader.default_weights[name] for grader in self.graders.values() if name in grader.default_weights)
-        return next(weights, 1.0)
+    def _weight(self, key: str, name: str) -> float:
+        """Return the factor of a named reward of the grader of this key."""
+        return self.source.weights.get(name, self.graders[key].default_weights.get(name, 1.0))
 
     def _combine(
         self, table: Mapping[str, Sequence[float]], keys: Sequence[str], outcomes: Sequence[Outcome], *, group_size: int
     ) -> list[float]:
-        """Combine the named rewards into a score each; NaN if none applies."""
+        """Combine the named rewards into a score each; NaN if none applies.
+
+        A name of two graders counts as two rewards, each with its grader's weight: no completion has both, and the
+        completions of a group have the same grader.
+        """
         import torch
 
         failed = torch.tensor([outcome.state in ("timeout", "error") for outcome in outcomes])
-        stacked = torch.tensor(list(table.values()), dtype=torch.float64)
-        weights = torch.tensor([self._weight(name) for name in table], dtype=torch.float64)
+        pairs = [(key, name) for key in dict.fromkeys(keys) for name in table]
+        rows = [_of_key(table[name], keys, key) for key, name in pairs]
+        stacked = torch.tensor(rows, dtype=torch.float64)
+        weights = torch.tensor([self._weight(key, name) for key, name in pairs], dtype=torch.float64)
         live = weights != 0
         stacked, weights = stacked[live], weights[live]
         if not len(weights):
@@ -339,6 +353,11 @@ class VerifierReward:
 
     def _who(self) -> str:
         return f"the {self.source.describe()}"
+
+
+def _of_key(values: Sequence[float], keys: Sequence[str], key: str) -> list[float]:
+    """Return the values of the completions with this key, and NaN for the others."""
+    return [value if own == key else math.nan for value, own in zip(values, keys, strict=True)]
 
 
 def _floats(values: Tensor) -> list[float]:

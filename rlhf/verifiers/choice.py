@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlhf.verifiers.grader import GradeFunction, Grader, Row
 
@@ -26,7 +26,14 @@ class ChoiceGrader(Grader):
     answer: str = "answer"
     """The column with the right letter; or its number, from 0, also as text."""
     letters: Annotated[str, Field(min_length=2)] = "ABCDEFGH"
-    """The letters of the choices, in their order."""
+    """The letters of the choices, in their order: capitals or digits, each once."""
+
+    @field_validator("letters")
+    @classmethod
+    def _check_letters(cls, letters: str) -> str:
+        if not letters.isalnum() or letters != letters.upper() or len(set(letters)) < len(letters):
+            raise ValueError(f"{letters!r}: write capitals or digits, each once, as in ABCD")
+        return letters
 
     def start(self) -> GradeFunction:
         """Return the function that compares the letters."""

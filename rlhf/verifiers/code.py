@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import secrets
+from collections.abc import Iterator
+from functools import partial
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
@@ -13,7 +16,9 @@ from rlhf.errors import ConfigError, install_hint
 from rlhf.verifiers.grader import GradeFunction, Grader, Row
 from rlhf.verifiers.sandbox import BubblewrapSandbox, Limits, MontySandbox, State, Tests, has_monty, why_no_bubblewrap
 
-FENCED = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})(.*)")  # its indent, its marks, and the language with the rest
+LANGUAGES = ("", "python", "python3", "py")
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class CodeGrader(Grader):
@@ -123,16 +128,44 @@ class CodeGrader(Grader):
 
 
 def extract_program(completion: str) -> str:
-    """Return the last fenced block of a completion, or all of it if there is none."""
-    blocks = FENCED.findall(completion)
-    return str(blocks[-1]) if blocks else completion
+    """Return the last fenced block of Python, or of no language, of a completion; all of it if there is none."""
+    blocks = [text for language, text in _fenced(completion) if language in LANGUAGES and text.strip()]
+    return blocks[-1] if blocks else completion
+
+
+def _fenced(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the language and the text of each fenced block, without the indent of its fence.
+
+    A block ends at a line of at least as many of the same marks, or at the end of the text.
+    """
+    lines = iter(text.replace("\r\n", "\n").removesuffix("\n").split("\n"))
+    for line in lines:
+        opened = FENCE.fullmatch(line)
+        if opened is None:
+            continue
+        indent, marks, info = opened.groups()
+        inside = takewhile(partial(_stays_open, marks), lines)
+        block = "".join(f"{_without_indent(inner, len(indent))}\n" for inner in inside)
+        yield (info.split() or [""])[0].lower(), block
+
+
+def _stays_open(marks: str, line: str) -> bool:
+    """Check whether a line does not close the fence with these marks."""
+    line = line.strip()
+    return len(line) < len(marks) or line.strip(marks[0]) != ""
+
+
+def _without_indent(line: str, width: int) -> str:
+    return line[:width].lstrip(" \t") + line[width:]
 
 
 def make_tests(tests: object, entry_point: str | None) -> Tests:
     """Put tests into a function with a secret name, which returns a secret after them.
 
+    It calls `check(entry_point)`, and functions called test_... without arguments that the tests do not call.
+
     Raises:
-        ValueError: they are no Python code, or have no assert, so that anything would pass.
+        ValueError: they are no Python code, or no assert runs, so that anything would pass.
     """
     source = "\n".join(map(str, tests)) if isinstance(tests, list | tuple) else str(tests)
     secret = f"secret_{secrets.token_hex(16)}"
@@ -140,10 +173,50 @@ def make_tests(tests: object, entry_point: str | None) -> Tests:
         tree = ast.parse(source)
     except SyntaxError as error:
         raise ValueError(f"the row's tests are no Python code: {error}") from error
-    if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
-        raise ValueError("the row's tests have no assert: every program would pass")
-    call = ast.parse(f"check({entry_point})").body if entry_point else []
+    calls = [f"check({entry_point})"] if entry_point else []
+    calls += [f"{name}()" for name in _uncalled_tests(tree)]
+    tree.body += ast.parse("\n".join(calls)).body
+    _check_asserts(tree)
     function = ast.parse(f"def check_{secret}():\n    return {secret!r}").body[0]
     assert isinstance(function, ast.FunctionDef)
-    function.body = [*tree.body, *call, *function.body]
+    function.body = [*tree.body, *function.body]
     return Tests(ast.unparse(ast.fix_missing_locations(function)), f"check_{secret}()", secret)
+
+
+def _uncalled_tests(tree: ast.Module) -> list[str]:
+    """Return the names of functions as pytest has them, without arguments, which nothing uses."""
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return [node.name for node in functions if node.name not in used and not ast.unparse(node.args)]
+
+
+def _check_asserts(tree: ast.Module) -> None:
+    """Check that an assert runs: outside of functions and classes, or in one that such code uses.
+
+    Raises:
+        ValueError: none does.
+    """
+    if any(isinstance(node, ast.Assert) for node in _reached(tree)):
+        return
+    if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+        raise ValueError("the row's tests have no assert: every program would pass")
+    names = ", ".join(node.name for node in tree.body if isinstance(node, DEFINITIONS))
+    raise ValueError(
+        f"the row's tests have asserts only in functions that nothing calls ({names}): every program would pass. Call "
+        "them in the tests, or, for check(candidate), set entry_point to the column with the function's name"
+    )
+
+
+def _reached(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield the nodes outside of functions and classes, and inside of those that these use by name."""
+    unused = {node.name: node for node in ast.walk(tree) if isinstance(node, DEFINITIONS)}
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, DEFINITIONS)]
+        used = unused.pop(node.id, None) if isinstance(node, ast.Name) else None
+        if isinstance(used, ast.ClassDef):
+            waiting += [part for method in used.body for part in ast.iter_child_nodes(method)]
+        elif used is not None:
+            waiting += used.body

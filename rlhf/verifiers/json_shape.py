@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
+Number: TypeAlias = int | float  # a whole number stays exact, however long
 KINDS: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: type(value) is str,
     "integer": lambda value: type(value) is int,
@@ -36,6 +37,10 @@ EXAMPLES: dict[str, Any] = {
     "array": [],
 }
 IGNORED = frozenset(("$schema", "$id", "title", "description", "default", "examples", "format", "$comment"))
+LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+SIZES = ("minItems", "maxItems", "minLength", "maxLength")
+VALUES = ("type", "enum", "const", "properties", "required", "additionalProperties", "items", "pattern")
+KEYWORDS = frozenset((*VALUES, *SIZES, *LIMITS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +53,9 @@ class JsonShape:
     required: frozenset[str] = frozenset()
     closed: bool = True  # no other keys than `keys`
     items: JsonShape | None = None  # of an array; None: any items
-    sizes: tuple[float, float] = (0.0, math.inf)  # least and most items of an array
-    lengths: tuple[float, float] = (0.0, math.inf)  # least and most characters of a text
-    limits: Mapping[str, float] = field(default_factory=dict)  # of a number, by JSON Schema's keywords
+    sizes: tuple[Number, Number] = (0.0, math.inf)  # least and most items of an array
+    lengths: tuple[Number, Number] = (0.0, math.inf)  # least and most characters of a text
+    limits: Mapping[str, Number] = field(default_factory=dict)  # of a number, by JSON Schema's keywords
     pattern: str | None = None  # of a text
 
 
@@ -73,17 +78,14 @@ def parse_shape(given: object) -> JsonShape:
             raise ValueError(f"{given!r} is no type; choose from {', '.join(KINDS)}, any")
         return JsonShape(kinds=(given,))
     if not isinstance(given, Mapping):
-        raise ValueError(f"a type is a name or an object, not {given!r}")
-    given = {name: value for name, value in given.items() if value is not None}  # Arrow fills in keys of other rows
+        hint = '; the type of null is "null", in quotes' if given is None else ""
+        raise ValueError(f"a type is a name or an object, not {given!r}{hint}")
     if "array" in given and set(given) <= {"array", "length", "min_length", "max_length"}:
-        exact = given.get("length")
-        low, high = given.get("min_length", 0), given.get("max_length", math.inf)
-        sizes = (exact, exact) if exact is not None else (low, high)
-        return JsonShape(kinds=("array",), items=parse_shape(given["array"]), sizes=_pair(sizes, given))
-    if set(given) == {"enum"} and isinstance(given["enum"], Sequence) and not isinstance(given["enum"], str):
+        return JsonShape(kinds=("array",), items=parse_shape(given["array"]), sizes=_sizes(given))
+    if set(given) == {"enum"} and isinstance(given["enum"], list | tuple):
         return JsonShape(enum=_values(given["enum"]))
     keys = given["object"] if set(given) == {"object"} and isinstance(given["object"], Mapping) else given
-    shapes = {str(name): _below(str(name), value, parse_shape) for name, value in keys.items() if value is not None}
+    shapes = {str(name): _below(str(name), value, parse_shape) for name, value in keys.items()}
     return JsonShape(kinds=("object",), keys=shapes, required=frozenset(shapes))
 
 
@@ -102,40 +104,93 @@ def read_schema(schema: object) -> JsonShape:
         return JsonShape()
     if not isinstance(schema, Mapping):
         raise ValueError(f"a schema is an object, not {schema!r}")
-    given = {name: value for name, value in schema.items() if name not in IGNORED and value is not None}
-    kinds = given.pop("type", ANY)
-    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    for kind in kinds:
-        if kind not in KINDS:
-            raise ValueError(f"type {kind!r} is none of JSON Schema's: {', '.join(KINDS)}")
-    enum = _values([given.pop("const")]) if "const" in given else None
-    enum = _values(given.pop("enum")) if "enum" in given else enum
-    properties = given.pop("properties", None)
-    keys = None if properties is None else {n: _below(n, value, read_schema) for n, value in properties.items()}
-    required = given.pop("required", list(keys or ()))
-    additional = given.pop("additionalProperties", keys is None)
+    given = {name: value for name, value in schema.items() if name not in IGNORED}
+    unknown = [name for name in given if name not in KEYWORDS]
+    if unknown:
+        raise ValueError(f"the keyword {unknown[0]!r} of JSON Schema is not understood")
+    keys = _properties(given)
+    additional = given.get("additionalProperties", keys is None)
     if not isinstance(additional, bool):
         raise ValueError("additionalProperties: only true and false are understood")
-    items = _below("items", given.pop("items"), read_schema) if "items" in given else None
-    names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-    limits = {name: float(given.pop(name)) for name in names if name in given}
-    shape = JsonShape(
-        kinds=kinds,
-        enum=enum,
+    return JsonShape(
+        kinds=_kinds(given),
+        enum=_enum(given),
         keys=keys if keys is not None or additional else {},
-        required=frozenset(required),
+        required=_required(given, keys or {}),
         closed=not additional,
-        items=items,
-        sizes=_pair((given.pop("minItems", 0), given.pop("maxItems", math.inf)), schema),
-        lengths=_pair((given.pop("minLength", 0), given.pop("maxLength", math.inf)), schema),
-        limits=limits,
-        pattern=given.pop("pattern", None),
+        items=_below("items", given["items"], read_schema) if "items" in given else None,
+        sizes=_range(given, "minItems", "maxItems"),
+        lengths=_range(given, "minLength", "maxLength"),
+        limits=_limits(given),
+        pattern=_pattern(given),
     )
-    if given:
-        raise ValueError(f"the keyword {next(iter(given))!r} of JSON Schema is not understood")
-    if shape.pattern is not None:
-        re.compile(shape.pattern)
-    return shape
+
+
+def without_nulls(given: object) -> object:
+    """Leave out what is null in an object, at every depth: Arrow fills in the keys of other rows so."""
+    if not isinstance(given, Mapping):
+        return given
+    return {name: without_nulls(value) for name, value in given.items() if value is not None}
+
+
+def _properties(given: Mapping[str, Any]) -> dict[str, JsonShape] | None:
+    if "properties" not in given:
+        return None
+    properties = given["properties"]
+    if not isinstance(properties, Mapping):
+        raise ValueError(f"properties is an object, not {properties!r}")
+    return {name: _below(name, value, read_schema) for name, value in properties.items()}
+
+
+def _required(given: Mapping[str, Any], keys: Mapping[str, JsonShape]) -> frozenset[str]:
+    required = given.get("required", list(keys))
+    if not isinstance(required, list | tuple) or not all(isinstance(name, str) for name in required):
+        raise ValueError(f"required is a list of names, not {required!r}")
+    return frozenset(required)
+
+
+def _kinds(given: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = given.get("type", ANY)
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list | tuple) or not kinds:
+        raise ValueError(f"type is a name or a list of names, not {kinds!r}")
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise ValueError(f"type {kind!r} is none of JSON Schema's: {', '.join(KINDS)}")
+    return tuple(kinds)
+
+
+def _enum(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    if "const" in given and "enum" in given:
+        raise ValueError("const and enum both name the right values: give one of them")
+    if "enum" in given:
+        return _values(given["enum"])
+    return (given["const"],) if "const" in given else None
+
+
+def _limits(given: Mapping[str, Any]) -> dict[str, Number]:
+    limits = {name: given[name] for name in LIMITS if name in given}
+    for name, value in limits.items():
+        if not KINDS["number"](value):
+            raise ValueError(f"{name} is a number, not {value!r}")
+    least = max(limits.get("minimum", -math.inf), limits.get("exclusiveMinimum", -math.inf))
+    most = min(limits.get("maximum", math.inf), limits.get("exclusiveMaximum", math.inf))
+    if least >= most and not _within(least, limits):
+        raise ValueError(f"no number is within {', '.join(f'{name} {value}' for name, value in limits.items())}")
+    return limits
+
+
+def _pattern(given: Mapping[str, Any]) -> str | None:
+    if "pattern" not in given:
+        return None
+    pattern = given["pattern"]
+    if not isinstance(pattern, str):
+        raise ValueError(f"pattern is a text, not {pattern!r}")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+    return pattern
 
 
 def _below(name: str, value: object, read: Callable[[object], JsonShape]) -> JsonShape:
@@ -145,14 +200,30 @@ def _below(name: str, value: object, read: Callable[[object], JsonShape]) -> Jso
         raise ValueError(f"{name}: {error}") from error
 
 
-def _pair(sizes: tuple[Any, Any], given: object) -> tuple[float, float]:
-    for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int | float) or size < 0:
-            raise ValueError(f"a length is a number from 0, not {size!r}, in {given!r}")
-    return float(sizes[0]), float(sizes[1])
+def _sizes(given: Mapping[str, Any]) -> tuple[Number, Number]:
+    """Return the least and most items of an array of the short description."""
+    if "length" not in given:
+        return _range(given, "min_length", "max_length")
+    if len(given) > 2:
+        raise ValueError("length is the exact number of items: leave out min_length and max_length")
+    return _range(given, "length", "length")
 
 
-def _values(values: Sequence[Any]) -> tuple[Any, ...]:
+def _range(given: Mapping[str, Any], least: str, most: str) -> tuple[Number, Number]:
+    """Return two lengths by their keys; without them 0 and infinity."""
+    for name in (least, most):
+        size = given.get(name, 0)
+        if not KINDS["number"](size) or size < 0 or size % 1:
+            raise ValueError(f"{name} is a whole number from 0, not {size!r}")
+    low, high = given.get(least, 0.0), given.get(most, math.inf)
+    if low > high:
+        raise ValueError(f"{least} {low} is above {most} {high}: nothing fits")
+    return low, high
+
+
+def _values(values: object) -> tuple[Any, ...]:
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"enum is a list of values, not {values!r}")
     if not values:
         raise ValueError("enum is empty: no value is right")
     return tuple(values)
@@ -243,7 +314,7 @@ def example(shape: JsonShape) -> Any:
     return EXAMPLES[kind]
 
 
-def _number_within(limits: Mapping[str, float]) -> int:
+def _number_within(limits: Mapping[str, Number]) -> int:
     """Return a whole number within the limits, as far as there is one beside them."""
     lows = [limits[name] for name in ("minimum", "exclusiveMinimum") if name in limits]
     highs = [limits[name] for name in ("maximum", "exclusiveMaximum") if name in limits]
@@ -252,7 +323,7 @@ def _number_within(limits: Mapping[str, float]) -> int:
     return next((value for value in tried if _within(value, limits)), tried[0])
 
 
-def _within(value: int | float, limits: Mapping[str, float]) -> bool:
+def _within(value: Number, limits: Mapping[str, Number]) -> bool:
     return (
         value >= limits.get("minimum", -math.inf)
         and value <= limits.get("maximum", math.inf)
@@ -262,5 +333,9 @@ def _within(value: int | float, limits: Mapping[str, float]) -> bool:
 
 
 def _same(value: object, allowed: object) -> bool:
-    """Compare like JSON: true is not 1."""
+    """Compare like JSON: true is not 1, at any depth."""
+    if isinstance(value, list) and isinstance(allowed, list | tuple):
+        return len(value) == len(allowed) and all(map(_same, value, allowed))
+    if isinstance(value, dict) and isinstance(allowed, Mapping):
+        return value.keys() == allowed.keys() and all(_same(value[name], allowed[name]) for name in value)
     return value == allowed and (isinstance(value, bool) == isinstance(allowed, bool))

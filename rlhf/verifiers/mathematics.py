@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rlhf.errors import ConfigError, RewardError, install_hint
 from rlhf.verifiers.grader import GradeFunction, Grader, Row
-from rlhf.verifiers.numeric_answers import expected_answer, final_answer, find_numbers, strip_markup
+from rlhf.verifiers.numeric_answers import boxed_number, expected_answer, final_answer, last_box, lone_number
 
 # Gold answer, prediction, whether they are the same. The order of gold and prediction matters to math-verify.
 SELF_TEST: tuple[tuple[str, str, bool], ...] = (
@@ -34,11 +34,19 @@ SELF_TEST: tuple[tuple[str, str, bool], ...] = (
     ("0", "\\boxed{0}", True),
     ("0", "\\boxed{}", False),
     ("100", "She pays \\$100.", True),
+    ("-1/2", "\\boxed{-\\frac{1}{2}}", True),
+    ("1/2", "\\boxed{-\\frac{1}{2}}", False),
+    ("-3", "\\boxed{- 3}", True),
+    ("5", "\\boxed{5\\text{ cm}}", True),
+    ("5", "\\boxed{5x}", False),
+    ("2", "\\boxed{2+3}", False),
 )
 SYMBOLIC_TEST: tuple[tuple[str, str, bool], ...] = (
     ("x^2 - 1", "\\boxed{(x-1)(x+1)}", True),
     ("\\sqrt{8}", "\\boxed{2\\sqrt{2}}", True),
     ("\\sqrt{8}", "\\boxed{2\\sqrt{3}}", False),
+    ("6", "\\boxed{2\\cdot 3}", True),
+    ("2", "\\boxed{2\\sqrt{3}}", False),
 )
 
 
@@ -46,7 +54,8 @@ class MathGrader(Grader):
     """Grades 1 if the final answer is the row's, else 0.
 
     A number is compared exactly, as a fraction, by our own parser. Anything else (an expression, a set, an interval)
-    needs the package math-verify, which the extra `math` installs; without it such a row is not graded.
+    needs the package math-verify, which the extra `math` installs; without it such a row is not graded, and such an
+    answer in a box (`\\boxed{2\\sqrt{3}}`) of a row with a number is wrong.
     """
 
     type: Literal["math"] = "math"
@@ -68,7 +77,7 @@ class MathGrader(Grader):
             raise ConfigError(f"symbolic=on needs the package math-verify: {install_hint('math')}")
 
     def start(self) -> GradeFunction:
-        """Return the comparison, after a self test of 20 pairs, which tells whether gold and prediction are mixed up.
+        """Return the comparison, after a self test, which tells whether gold and prediction are mixed up.
 
         Raises:
             ConfigError: math-verify is not installed, and `symbolic` is on.
@@ -79,11 +88,13 @@ class MathGrader(Grader):
 
         def compare(gold: str, text: str) -> float | None:
             expected = expected_number(gold)
-            if expected is not None:
-                answer = final_answer(text)
-                right = answer is not None and answer.value == expected and (answer.announced or not self.announced)
-                return float(right)
-            return None if symbolic is None else float(symbolic(gold, text))
+            if expected is None:
+                return None if symbolic is None else float(symbolic(gold, text))
+            answer = final_answer(text)
+            if answer is None:  # the box may have an expression
+                box = last_box(text)
+                return float(bool(box) and symbolic is not None and symbolic(str(expected), f"\\boxed{{{box}}}"))
+            return float(answer.value == expected and (answer.announced or not self.announced))
 
         tests = SELF_TEST + (() if symbolic is None else SYMBOLIC_TEST)
         wrong = [
@@ -106,7 +117,7 @@ class MathGrader(Grader):
         if gold is None:
             return None
         expected = expected_number(str(gold))
-        return f"The answer is \\boxed{{{gold if expected is None else _text(expected)}}}."
+        return f"The answer is \\boxed{{{gold if expected is None else expected}}}."
 
 
 def expected_number(gold: str) -> Fraction | None:
@@ -114,30 +125,7 @@ def expected_number(gold: str) -> Fraction | None:
     marked = expected_answer(gold)
     if marked is not None:
         return marked
-    boxed = final_answer(gold) if "\\boxed" in gold or "\\fbox" in gold else None
-    if boxed is not None and boxed.announced:
-        return boxed.value if _is_number(gold[gold.rfind("boxed") + len("boxed") :]) else None
-    return final_number(gold) if _is_number(gold) else None
-
-
-def final_number(text: str) -> Fraction | None:
-    """Return the only number of a text; None if it has none or several."""
-    numbers = list(find_numbers(strip_markup(text)))
-    return numbers[0].value if len(numbers) == 1 else None
-
-
-def _is_number(text: str) -> bool:
-    """Check whether a text is one number, and around it nothing but marks and a unit's sign."""
-    text = strip_markup(text)
-    numbers = list(find_numbers(text))
-    if len(numbers) != 1:
-        return False
-    around = text[: numbers[0].start] + text[numbers[0].end :]
-    return not around.strip(" \t\n{}$%.°£€¥")
-
-
-def _text(value: Fraction) -> str:
-    return str(value)
+    return boxed_number(gold) if last_box(gold) is not None else lone_number(gold)
 
 
 def _has_math_verify() -> bool:

@@ -36,15 +36,17 @@ _NUMBER = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_IN_TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}")
 _REPLACEMENTS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
-    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r" \1/\2 "),
-    (re.compile(r"\\[dt]?frac\s*([0-9])\s*([0-9])"), r" \1/\2 "),
-    (re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}"), r" \1 "),
-    (re.compile(r"(?<=[0-9])(?:\{,\}|\\,|[\u00a0\u202f\u2009])(?=[0-9]{3}(?![0-9]))"), ","),
+    (re.compile(r"(?<=[\w})\]])-?(?=\\[cdt]?frac)"), r"\g<0> "),  # a difference, or a mixed number
+    (re.compile(r"\\[cdt]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))"), r"\1\2/\3\4 "),
+    (_IN_TEXT, r" \1 "),
+    (re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,|[\u00a0\u202f\u2009])(?=[0-9]{3}(?![0-9]))"), ","),
     (re.compile(r"\\times|\\cdot"), "×"),
     (re.compile(r"\\([$%#&_])"), r"\1"),
     (re.compile(r"\\(?:left|right|,|;|!|:|quad| )"), " "),
     (re.compile("[\u2212\u2013\ufe63\uff0d]"), "-"),  # the minus sign and the dashes typed for it
+    (re.compile(r"(=[^\S\n]*)-[^\S\n]+(?=[$€£¥₹]?\.?[0-9])"), r"\1-"),
     (re.compile(r"\^\{([^{}]*)\}"), r"^\1"),
     (re.compile(r"(?<=10)[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+"), lambda match: "^" + match.group().translate(_SUPERSCRIPTS)),
     (re.compile(r"\*\*|__|`"), ""),
@@ -124,6 +126,13 @@ _BEGINS = re.compile(r"[\s(=:]*(?:(?:minus|negative) )?[-$€£¥₹ ]*\.?[0-9]"
 _LISTED = re.compile(r"[0-9]+[.)]\s+[^\s0-9]")
 _OPERATOR = re.compile(r"[+*×÷]|(?<!\w)[-x/](?!\w)|%\s+of\b", re.IGNORECASE)
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*")
+_ITEM = re.compile(r"\A[^\S\n]*\n\s*-\s+")  # the dash of a list
+_FIRST_SIGN = re.compile(r"\A([\s${(]*-)\s+(?=[$€£¥₹]?\.?[0-9])")
+_PLUS = re.compile(r"\A[\s${(]*\+")
+_MARK = re.compile(r"\^?\\(?:circ|degree)(?:\s*[CF]\b)?|\\approx\b|[\s{}()$€£¥₹%.,;:'\"~≈°]")
+_WORD = re.compile(r"/?\s*([^\W\d_]+)(?:\s*\^-?[0-9]+|[0-9²³])?")  # also a unit: cm^2, /h
+_SHORT_UNITS = frozenset("mgshL")
+_NO_UNITS = frozenset(("pi", "or", "and", "not", "sin", "cos", "tan", "log", "ln", "exp", "sqrt", "mod"))
 
 
 @dataclass(frozen=True)
@@ -137,18 +146,38 @@ class NumericAnswer:
 def final_answer(text: str) -> NumericAnswer | None:
     """Extract the number that a solution ends in; None if the text has no number.
 
-    Searched, in this order: after the last `####` that a number follows; in the last `\\boxed{...}`; after the last
-    "answer is", "answer:" or "answer ="; the last number of the text. After an announcement it is the first number up
-    to the end of the sentence, or, if there is an equation, the first after its last equals sign; if a calculation
-    follows that sign, as in 12 = 3 * 4, the first of the last side that is none. `find_numbers` defines what a number
-    is, and which marks and units are ignored.
+    Searched, in this order: after the last `####` that a number follows; in the last `\\boxed{...}` with a digit;
+    after the last "answer is", "answer:" or "answer ="; the last number of the text. After an announcement it is the
+    first number up to the end of the sentence, or, if there is an equation, the first after its last equals sign; if a
+    calculation follows that sign, as in 12 = 3 * 4, the first of the last side that is none. `find_numbers` defines
+    what a number is, and which marks and units are ignored. A last box with more than a number, as in
+    `\\boxed{2\\sqrt{3}}`, has no answer: None.
     """
-    for part in _announcements(text):
-        value = _first_number(strip_markup(part))
-        if value is not None:
-            return NumericAnswer(value, announced=True)
+    for part, is_box in _announcements(text):
+        if is_box and not any(map(str.isdigit, part)):
+            continue
+        value = _boxed_value(part) if is_box else _first_number(_join_sign(strip_markup(part)))
+        if is_box or value is not None:
+            return None if value is None else NumericAnswer(value, announced=True)
     numbers = list(find_numbers(strip_markup(text)))
     return NumericAnswer(numbers[-1].value, announced=False) if numbers else None
+
+
+def last_box(text: str) -> str | None:
+    """Return the contents of the last `\\boxed{...}`; None if there is none."""
+    boxes = list(_BOXED.finditer(text))
+    return _braced(text, boxes[-1].end()) if boxes else None
+
+
+def boxed_number(text: str) -> Fraction | None:
+    """Return the number of the last `\\boxed{...}`; None if there is no box, or more than a number in it."""
+    box = last_box(text)
+    return None if box is None else _boxed_value(box)
+
+
+def lone_number(text: str) -> Fraction | None:
+    """Return the number that a text is, with nothing but marks around it; None if it is none."""
+    return _lone(_join_sign(strip_markup(text)))
 
 
 def expected_answer(solution: str) -> Fraction | None:
@@ -160,15 +189,19 @@ def expected_answer(solution: str) -> Fraction | None:
     return numbers[0].value if mark and whole else None
 
 
-def _announcements(text: str) -> Iterator[str]:
-    """Yield the texts after announcements of an answer: the most reliable kind first, within a kind the last first."""
+def _announcements(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield the texts after announcements of an answer, and whether they are the contents of a box.
+
+    The most reliable kind is first, within a kind the last.
+    """
     for part in reversed(text.split(HASHES)[1:]):
         line = part.lstrip("# ").partition("\n")[0]
         if _BEGINS.match(strip_markup(line)) and not _LISTED.match(line):  # anything else is a heading
-            yield line
-    yield from reversed([_braced(text, match.end()) for match in _BOXED.finditer(text)])
+            yield line, False
+    for match in reversed(list(_BOXED.finditer(text))):
+        yield _braced(text, match.end()), True
     for match in reversed(list(_ANSWER.finditer(text))):
-        yield _sentence(text[match.end() :])
+        yield _sentence(text[match.end() :]), False
 
 
 def _first_number(part: str) -> Fraction | None:
@@ -176,6 +209,47 @@ def _first_number(part: str) -> Fraction | None:
     sides = part.split("=")
     results = [side for side in reversed(sides) if not _is_calculation(side)]
     return next((number.value for side in (*results, sides[-1], part) for number in find_numbers(side)), None)
+
+
+def _boxed_value(content: str) -> Fraction | None:
+    """Return the number of a box, which may have marks, words and units around it, or be a side of an equation.
+
+    None if there is more: an expression, a variable, several numbers or several equations.
+    """
+    words = frozenset(word for part in _IN_TEXT.findall(content) for word in _WORD.findall(part))
+    sides = _join_sign(strip_markup(content)).split("=")
+    results = [i for i, side in enumerate(sides) if any(find_numbers(side)) and not _is_calculation(side)]
+    if not results:
+        return None
+    between = [side for side in sides[1 : results[-1]] if not _is_calculation(side)]
+    if any(_lone(side, words) is None for side in between):
+        return None
+    return _lone(sides[results[-1]], words)
+
+
+def _lone(side: str, words: frozenset[str] | None = None) -> Fraction | None:
+    """Return the only number of a text whose rest is marks, and words if `words` is given; None if there is more.
+
+    Words of one letter are units if they are among `words`, those that are marked as text, or a usual unit.
+    """
+    side = _PLUS.sub("", side)
+    numbers = list(find_numbers(side))
+    if len(numbers) != 1:
+        return None
+    rest = _MARK.sub(" ", f"{side[: numbers[0].start]} {side[numbers[0].end :]}")
+    if words is not None:
+        rest = _WORD.sub(lambda match: "" if _is_word(match[1], words) else match[0], rest)
+    return None if rest.strip() else numbers[0].value
+
+
+def _is_word(word: str, words: frozenset[str]) -> bool:
+    """Check whether letters are a word or a unit, and no variable, constant or function."""
+    return word.lower() not in _NO_UNITS and (len(word) > 1 or word in words or word in _SHORT_UNITS)
+
+
+def _join_sign(text: str) -> str:
+    """Join a minus at the beginning of a text to the number after it."""
+    return _FIRST_SIGN.sub(r"\1", text)
 
 
 def _is_calculation(side: str) -> bool:
@@ -188,7 +262,7 @@ def _is_calculation(side: str) -> bool:
 
 def _sentence(text: str) -> str:
     """Return the first sentence of a text, without leading whitespace and its end mark."""
-    text = text.lstrip()
+    text = _ITEM.sub("", text).lstrip()
     end = _END.search(text)
     return text[: end.start()] if end else text
 

@@ -18,6 +18,7 @@ from rlhf.verifiers.json_shape import (
     parse_shape,
     read_schema,
     share_of_types,
+    without_nulls,
 )
 
 STARTS_TRIED = 32  # of a text around the JSON, brackets at which it may begin
@@ -51,7 +52,8 @@ class JsonGrader(Grader):
     """The column that names each key and its type, or these themselves, as in {street: string, codes: {array: integer,
     length: 3}}; null: the column `keys`, unless json_schema is set."""
     json_schema: str | dict[str, Any] | None = None
-    """In place of keys: the column with a JSON Schema, or the schema itself; a subset is understood."""
+    """In place of keys: the column with a JSON Schema, or the schema itself; a subset is understood. In a column of
+    objects null is a key that the row leaves out: write a schema with `const: null` as JSON text."""
 
     @model_validator(mode="after")
     def _check_shape(self) -> JsonGrader:
@@ -81,9 +83,8 @@ class JsonGrader(Grader):
         given, read = (keys, parse_shape) if schema is None else (schema, read_schema)
         if isinstance(given, dict):
             return read(given)
-        value = row.get(given)
-        if isinstance(value, str):  # a column may hold the description as JSON text
-            value = json.loads(value)
+        value = row.get(given)  # a column may hold the description as JSON text, whose nulls are meant
+        value = json.loads(value) if isinstance(value, str) else without_nulls(value)
         return None if value is None else read(value)
 
     def reference(self, row: Row) -> str | None:

@@ -187,7 +187,7 @@ def checked_by_command(arguments: Sequence[str], capsys: pytest.CaptureFixture[s
         ("choice", {"answer": "1"}, {"answer": "Paris"}, "the column 'answer' has 'Paris', which is none of"),
         ("json", {"keys": {"a": "integer"}}, {"keys": {"a": "int"}}, "a: 'int' is no type"),
         ("json", {"keys": {"a": "string"}}, {"keys": "{a"}, "Expecting property name"),
-        ("json", {"json_schema": {"type": "array"}}, {"json_schema": {"properties": "a"}}, "AttributeError"),
+        ("json", {"json_schema": {"type": "array"}}, {"json_schema": {"properties": "a"}}, "properties is an object"),
     ],
 )
 def test_a_row_that_the_verifier_cannot_read_is_skipped_and_named(

@@ -177,6 +177,28 @@ def test_a_connection_that_breaks_is_tried_again(serve: Callable[[Answer], Serve
     assert reward(server)(two()).values.tolist() == [1.0, 2.0]
 
 
+def test_the_timeout_counts_seconds_without_data(serve: Callable[[Answer], Server]) -> None:
+    """Pieces that come within the timeout make an answer that takes longer than it."""
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            for piece in (b'{"sco', b'res": ', b"[1, 2", b"]}"):
+                time.sleep(0.2)
+                self.wfile.write(piece)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = serve(good)
+    server.http.RequestHandlerClass = Slow
+    started = time.monotonic()
+    assert reward(server, timeout_s=0.5, retries=0)(two()).values.tolist() == [1.0, 2.0]
+    assert time.monotonic() - started > 0.5
+
+
 @pytest.mark.parametrize(
     "body, message",
     [

@@ -22,6 +22,8 @@ from rlhf.training.rollout import part_metrics
 from rlhf.types import Completions
 from rlhf.verifiers.grader import Grader
 
+A_GRADER = "return {'right': 1.0, 'full': 1.0}"  # names that the verifier json weighs by 0.2 and 0
+JSON_ROW = {"verifier": "json", "keys": {"a": "integer"}}
 ANSWERS = [[3, EOS], [4, EOS], [5, EOS], [6, EOS]]  # "t3", "t4", "t5", "t6"
 
 
@@ -98,6 +100,14 @@ def test_a_weight_of_a_reward_that_the_grader_does_not_give_is_refused() -> None
         assert source(**settings).weights
 
 
+def test_weighted_mean_refuses_a_weight_below_0(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"how is weighted_mean, .*: set weights\.math to 0 or more"):
+        source(name="math", how="weighted_mean", weights={"math": -1})
+    logged = built(name=written(tmp_path, A_GRADER), how="weighted_mean", weights={"full": 0, "right": 3})
+    assert logged(batch([{}])).values.tolist() == [1]
+    assert source(name="math", weights={"math": -1}).weights == {"math": -1}
+
+
 def test_rows_pick_their_grader_and_names_that_do_not_apply_are_left_out() -> None:
     reward = built(
         name="regex",
@@ -144,6 +154,36 @@ def test_gdpo_standardizes_each_name_within_its_group(tmp_path: Path) -> None:
     expected = normalize_then_sum(named, torch.ones(2, dtype=torch.float64), 4)
     assert scores.values.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
     assert source(name="math", how="gdpo").standardizes_in_groups
+
+
+def test_a_weight_does_not_depend_on_the_rows_before(tmp_path: Path) -> None:
+    reward = built(name=written(tmp_path, A_GRADER))
+    assert reward(batch([{}])).values.tolist() == [2]
+    assert reward(batch([JSON_ROW])).values.tolist() == [0]
+    assert reward(batch([{}])).values.tolist() == [2]
+    assert reward(batch([JSON_ROW, {}])).values.tolist() == [0, 2]
+    assert reward.total("", reward.grade(["t3"], [{}], [""])[0]) == 2
+
+
+def test_each_listed_grader_has_its_own_weights(tmp_path: Path) -> None:
+    listed = {"address": {"type": "json", "keys": {"a": "integer"}}}
+    reward = built(name=written(tmp_path, A_GRADER), graders=listed)
+    assert reward(batch([{}, {"verifier": "address"}])).values.tolist() == [2, 0]
+    outcomes = reward.grade(['{"a": 1}', "t3"], [{}, {}], ["address", ""])
+    assert [reward.total(*pair) for pair in zip(["address", ""], outcomes, strict=True)] == pytest.approx([1, 2])
+    set_for_all = built(name=written(tmp_path, A_GRADER), graders=listed, weights={"right": 3, "full": 0})
+    assert set_for_all(batch([{}])).values.tolist() == [3]
+
+
+def test_gdpo_weighs_a_name_by_the_grader_that_gives_it(tmp_path: Path) -> None:
+    """Of a grader of ones own `full` counts; of json, whose `full` has weight 0, nothing that differs counts."""
+    target = written(tmp_path, "return {'full': float(completion.strip()[1:]), 'right': 0.0}")
+    rows = [{}] * 2 + [JSON_ROW] * 2
+    scores = built(name=target, how="gdpo")(batch(rows, group_size=2))
+    full = torch.tensor([[3, 4, math.nan, math.nan], [math.nan, math.nan, 0, 0]], dtype=torch.float64)
+    expected = normalize_then_sum(full, torch.tensor([1.0, 0.0], dtype=torch.float64), 2)
+    assert scores.values.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert scores.values[0] < scores.values[2] == scores.values[3] == 0 < scores.values[1]
 
 
 def test_failures_are_scored_and_counted(tmp_path: Path) -> None:

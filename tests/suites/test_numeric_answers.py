@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.verifiers.numeric_answers import NumericAnswer, expected_answer, final_answer, find_numbers, strip_markup
+from rlhf.verifiers.numeric_answers import (
+    NumericAnswer,
+    boxed_number,
+    expected_answer,
+    final_answer,
+    find_numbers,
+    strip_markup,
+)
 
 
 def numbers(text: str) -> list[Fraction]:
@@ -78,6 +85,27 @@ AWKWARD = [
     (r"\boxed{x = -5}", -5),
     (r"\boxed{25\%}", 25),
     (r"\boxed 7 for 3", 7),
+    (r"\boxed{-\frac{1}{2}}", Fraction(-1, 2)),
+    (r"\boxed{\frac{-1}{2}}", Fraction(-1, 2)),
+    (r"\boxed{x = -\dfrac{7}{2}}", Fraction(-7, 2)),
+    (r"The answer is $-\frac12$.", Fraction(-1, 2)),
+    (r"The answer is $- \frac{1}{2}$.", Fraction(-1, 2)),
+    (r"\boxed{- 3}", -3),
+    (r"\boxed{x = - 3}", -3),
+    (r"\boxed{- \$3}", -3),
+    ("The answer is - 3.", -3),
+    ("#### - 3", -3),
+    ("So x = - 3.", -3),
+    ("Sum =\n- 5 apples", 5),
+    ("The answer:\n- 5 apples", 5),  # the dash of a list
+    ("The answer is 12 = 15 - 3.", 12),
+    (r"\boxed{\cfrac{1}{2}}", Fraction(1, 2)),
+    (r"\boxed{\frac{1}2}", Fraction(1, 2)),
+    (r"\boxed{\frac1{20}}", Fraction(1, 20)),
+    (r"\boxed{1\frac{1}{2}}", Fraction(3, 2)),
+    (r"\boxed{1 \frac12}", Fraction(3, 2)),
+    (r"\boxed{-1\frac12}", Fraction(-3, 2)),
+    (r"\boxed{10,\!000}", 10000),
     (r"\boxed{1} then \boxed{2}", 2),
     ("It is 16 - 3 - 4 = 9 eggs a day, so she makes 9 * 2 = $18", 18),
     ("Total cost: $2,125.", 2125),
@@ -102,6 +130,42 @@ AWKWARD = [
 def test_awkward_formats(text: str, value: int | Fraction | None) -> None:
     answer = final_answer(text)
     assert (None if answer is None else answer.value) == value
+
+
+MARKED = [
+    "5", "5.", "{5}", "(5)", "+5", "$5", r"\$5", "$5$", r"5\%", "5 cm", "5cm", r"5\text{ apples}",
+    r"5\,\text{cm}^2", "5 cm^2", r"5\mathrm{~m/s}", r"5 \text{ m}", "5 m", "80/16 kg", "x = 5", r"x_1 = 5",
+    "f(2) = 5", r"2 + 3 = 5", "5 = 2 + 3", r"5^\circ", r"5^{\circ}\text{C}", "5°", r"\text{Total: } 5",
+    r"\approx 5", "5 miles per hour", r"5\text{ km/h}", "5 apples left", "5.0", r"\left(5\right)",
+    r"\textbf{5}", r"5\text{ of the }\text{ cats}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", MARKED)
+def test_a_number_in_a_box_may_have_marks_units_and_words(content: str) -> None:
+    assert final_answer(rf"So \boxed{{{content}}}.") == NumericAnswer(Fraction(5), announced=True)
+    assert boxed_number(rf"So \boxed{{{content}}}.") == 5
+
+
+EXPRESSIONS = [
+    "2+3", r"2\cdot 3", r"2\sqrt{3}", r"\sqrt{4}", "5x", "5 x", r"5\pi", "5 pi", r"\frac{5}{x}", r"\frac{x}{5}",
+    "5!", r"\pm 5", "5, 6", "(5, 6)", "5 or 6", "x = 5, y = 6", "x = 5 or x = 6", "> 4", r"\geq 5", "x^5",
+    "5 + i", "5i", "5_6", r"\left(\frac{1}{2}\right)^2", r"\frac{2+3}{5}", r"\frac{\frac{3}{2}}{2}",
+    "n = 3 * 4", "10:30", "[5, b)", r"5\sin x", r"-\frac{-1}{2}", r"5\infty",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", EXPRESSIONS)
+def test_an_expression_in_a_box_is_no_number(content: str) -> None:
+    """The last box decides: neither a number in it nor one before it is the answer."""
+    assert final_answer(rf"The answer is 5, \boxed{{5}}. So \boxed{{{content}}}.") is None
+    assert boxed_number(rf"So \boxed{{{content}}}.") is None
+
+
+def test_a_box_without_a_number_does_not_decide() -> None:
+    assert final_answer(r"I write it into \boxed{}. The answer is 5.") == NumericAnswer(Fraction(5), announced=True)
+    assert boxed_number(r"The answer is 5: \boxed{x}") is None
+    assert boxed_number("5") is None
 
 
 VERDICTS = [

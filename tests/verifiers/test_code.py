@@ -148,6 +148,22 @@ def test_without_a_sandbox_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> No
         ("```python\nx = 1\n```", "x = 1\n"),
         ("First\n```py\nx = 1\n```\nbetter:\n```\nx = 2\n```\ndone", "x = 2\n"),
         ("```python\nx = 1\n", "x = 1\n"),
+        ("```bash\npip install x\n```\nThen:\n```python\nx = 1\n```\n", "x = 1\n"),
+        ("```python\nx = 1\n```\nOutput:\n```text\n2\n```\nDone.", "x = 1\n"),
+        ("```python\nx = 1\n```\n```bash\npython x.py\n```", "x = 1\n"),
+        ("```Python\nx = 1\n```", "x = 1\n"),
+        ('```python title="a.py"\nx = 1\n```', "x = 1\n"),
+        ("~~~python\nx = 1\n~~~", "x = 1\n"),
+        ("~~~\nx = 1\n```\n~~~", "x = 1\n```\n"),
+        ("````python\nx = 1\n```\n````", "x = 1\n```\n"),
+        ("```python\nx = 1\n`````", "x = 1\n"),
+        ("```python\r\nx = 1\r\n```\r\n", "x = 1\n"),
+        ("1. Code:\n   ```python\n   def f():\n       return 1\n   ```", "def f():\n    return 1\n"),
+        ("```python\n    return 1\n```", "    return 1\n"),
+        ("\t```py\n\tx = 1\ny = 2\n\t```", "x = 1\ny = 2\n"),
+        ("```python\nx = 1\n```\nDone.\n```\n", "x = 1\n"),  # an empty block at the end
+        ("Use ```x = 2``` here\n```py\nx = 1\n```", "x = 1\n"),  # code in a line is no block
+        ("```c\nint x;\n```", "```c\nint x;\n```"),
     ],
 )
 def test_the_program_of_a_completion(completion: str, program: str) -> None:
@@ -162,6 +178,59 @@ def test_tests_that_test_nothing_are_refused() -> None:
     first, second = make_tests(TESTS, None), make_tests(TESTS, None)
     assert first.secret != second.secret
     assert first.definition.count("assert") == 2
+
+
+CHECK = "def check(candidate):\n    assert candidate(1) == 2\n"
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        CHECK,
+        "def helper():\n    assert f(1) == 2\ndef check(c):\n    helper()\n",
+        "class T:\n    def test(self):\n        assert f(1) == 2\n",
+        "def test_f(value):\n    assert f(value) == 2\n",  # what would its argument be?
+    ],
+)
+def test_asserts_that_nothing_calls_are_refused(tests: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"only in functions that nothing calls .*: every program would pass.*entry_point"
+    ):
+        make_tests(tests, None)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        f"{CHECK}check(f)",
+        "def helper():\n    assert f(1) == 2\ndef check():\n    helper()\ncheck()",
+        "class T:\n    def test(self):\n        assert f(1) == 2\nT().test()",
+        "import random\ndef test(n):\n    assert f(n) == n + 1\nfor n in range(3):\n    test(n)",
+        "for n in range(3):\n    if n:\n        assert f(n) == n + 1",
+        f"{CHECK}list(map(check, [f]))",
+    ],
+)
+def test_asserts_that_are_called_are_tests(tests: str) -> None:
+    definition = make_tests(tests, None).definition
+    with pytest.raises(AssertionError):
+        run_tests(definition, lambda x: 0)
+    run_tests(definition, lambda x: x + 1)
+
+
+def run_tests(definition: str, program: Any) -> None:
+    space: dict[str, Any] = {"f": program}
+    exec(definition, space)
+    next(value for name, value in space.items() if name.startswith("check_secret"))()
+
+
+def test_the_entry_point_and_test_functions_are_called() -> None:
+    assert "\n    check(plus)\n" in make_tests(CHECK, "plus").definition
+    both = make_tests("def test_one():\n    assert f(1) == 2\ndef test_two():\n    assert f(2) == 3\n", None).definition
+    run_tests(both, lambda x: x + 1)
+    with pytest.raises(AssertionError):
+        run_tests(both, lambda x: 2)
+    called = "def test_one():\n    assert f(1) == 2\ntest_one()"
+    assert make_tests(called, None).definition.count("test_one()") == 2  # its definition and its call
 
 
 def test_the_filter_of_system_calls_is_what_it_says() -> None:

@@ -16,7 +16,7 @@ from rlhf.verifiers import mathematics
 from rlhf.verifiers.choice import ChoiceGrader, chosen_letter
 from rlhf.verifiers.grader import Grader, checked_grade, settings_of
 from rlhf.verifiers.ifeval import IfevalGrader
-from rlhf.verifiers.mathematics import SELF_TEST, MathGrader, expected_number
+from rlhf.verifiers.mathematics import MathGrader, expected_number
 from rlhf.verifiers.numeric_answers import expected_answer
 from rlhf.verifiers.reasoning_gym import ReasoningGymGrader
 from rlhf.verifiers.regex import RegexGrader
@@ -28,6 +28,10 @@ from rlhf.verifiers.regex import RegexGrader
         ("42", 42), ("$42", 42), ("1,000", 1000), ("1/2", 0.5), ("So 3 + 4 = 7\n#### 7", 7), ("\\boxed{7}", 7),
         ("5 %", 5), ("-3", -3), ("x^2", None), ("(1, 2)", None), ("Paris", None), ("3 apples", None),
         ("\\boxed{x + 1}", None), ("", None),
+        ("- 3", -3), ("-\\frac{1}{2}", -0.5), ("So \\boxed{5\\text{ cm}}.", 5), ("\\boxed{12} and 13 more", 12),
+        ("The answer is 5. \\boxed{x}", None), ("\\boxed{5\\pi}", None),
+        ("\\boxed{2\\sqrt{3}}", None),
+        ("5 \\pi", None),
     ],
 )  # fmt: skip
 def test_which_answers_are_numbers(gold: str, number: float | None) -> None:
@@ -43,13 +47,16 @@ def test_math_by_our_own_parser() -> None:
     assert grade("", {"answer": "7"}) == 0
     assert grade("7", {}) is None
     assert grade("x + 1", {"answer": "x + 1"}) is None  # not without math-verify
+    assert grade("\\boxed{-\\frac{1}{2}}", {"answer": "1/2"}) == 0
+    assert grade("\\boxed{-\\frac{1}{2}}", {"answer": "-1/2"}) == 1
+    assert grade("5, so \\boxed{5\\pi}", {"answer": "5"}) == 0
+    assert grade("\\boxed{2+3}", {"answer": "5"}) == 0  # not without math-verify
     announced = validate(MathGrader, {"type": "math", "symbolic": "off", "announced": True}).start()
     assert announced("1 2 3 4 5 6 7", {"answer": "7"}) == 0
     assert announced("The answer is 7.", {"answer": "7"}) == 1
 
 
 def test_a_verifier_that_mixes_up_gold_and_prediction_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(SELF_TEST) == 20
     monkeypatch.setattr(mathematics, "final_answer", lambda text: None)
     with pytest.raises(RewardError, match="the math verifier fails its self test"):
         validate(MathGrader, {"type": "math", "symbolic": "off"}).start()
@@ -61,6 +68,10 @@ def test_symbolic_answers_by_math_verify(caplog: pytest.LogCaptureFixture) -> No
     assert grade("\\boxed{(x+1)(x-1)}", {"answer": "x^2-1"}) == 1
     assert grade("\\boxed{x+1}", {"answer": "x^2-1"}) == 0
     assert grade("I don't know.", {"answer": "x^2-1"}) == 0
+    for box, gold in (("2\\cdot 3", "6"), ("2+3", "5"), ("\\sqrt{4}", "2"), ("\\frac{\\frac{3}{2}}{2}", "0.75")):
+        assert grade(f"\\boxed{{{box}}}", {"answer": gold}) == 1, box
+    for box in ("2+3", "2\\sqrt{3}", "5x", "5\\pi", "\\frac{5}{x}", "5!", "\\pm 5", "5, 6", "5 + i"):
+        assert [grade(f"5 or 2: \\boxed{{{box}}}", {"answer": gold}) for gold in "52"] == [box == "2+3", 0], box
     assert caplog.messages == []  # math-verify warns that its own timers are off
 
 
@@ -104,6 +115,14 @@ def test_choice() -> None:
             grade("B", {"label": label})
     digits = validate(ChoiceGrader, {"type": "choice", "letters": "1234"}).start()
     assert [digits("The answer is 2", {"answer": label}) for label in ("2", "1", 1)] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("letters", ["abcd", "ABc", "AAB", "A B", "A.", "A", ""])
+def test_letters_are_capitals_or_digits_each_once(letters: str) -> None:
+    with pytest.raises(ConfigError, match="letters"):
+        validate(ChoiceGrader, {"type": "choice", "letters": letters})
+    with pytest.raises(ConfigError, match="'abcd': write capitals or digits, each once, as in ABCD"):
+        validate(ChoiceGrader, {"type": "choice", "letters": "abcd"})
 
 
 def test_regex() -> None:

@@ -119,6 +119,11 @@ def test_a_column_as_text_and_a_row_without_it() -> None:
         ),
         ({"type": ["string", "null"]}, ["a", None], [1]),
         ({"const": 1}, [1], [True, 2]),
+        ({"const": None}, [None], [0, "", False]),
+        ({"const": [1]}, [[1], [1.0]], [[True], [1, 1], 1]),
+        ({"const": {"a": [1, {"b": False}]}}, [{"a": [1, {"b": False}]}], [{"a": [1, {"b": 0}]}, {"a": [1]}, {}]),
+        ({"enum": [None, "x"]}, [None, "x"], [0]),
+        ({"type": "integer", "minimum": 2, "maximum": 2}, [2], [1, 3]),
         ({"enum": ["a", True]}, ["a", True], [1, "b"]),
         ({"type": "number", "minimum": 1, "exclusiveMaximum": 2}, [1, 1.9], [0.9, 2]),
         ({"type": "string", "minLength": 2, "pattern": "^a"}, ["ab"], ["a", "ba"]),
@@ -138,6 +143,26 @@ def test_a_subset_of_json_schema(schema: dict[str, Any], right: list[Any], wrong
         ({"properties": {"a": {"type": "int"}}}, "a: type 'int'"),
         ({"additionalProperties": {"type": "string"}}, "additionalProperties: only true and false"),
         ({"enum": []}, "enum is empty"),
+        ({"enum": "xy"}, "enum is a list of values, not 'xy'"),
+        ({"const": 1, "enum": [1, 2]}, "const and enum both name the right values: give one of them"),
+        ({"type": 5}, "type is a name or a list of names, not 5"),
+        ({"type": []}, r"type is a name or a list of names, not \[\]"),
+        ({"type": [["string"]]}, r"type \['string'\] is none of JSON Schema's"),
+        ({"type": None}, "type is a name or a list of names, not None"),
+        ({"properties": ["a"]}, r"properties is an object, not \['a'\]"),
+        ({"properties": {"a": {"const": 1, "minimum": None}}}, "a: minimum is a number, not None"),
+        ({"properties": {"a": {}}, "required": "a"}, "required is a list of names, not 'a'"),
+        ({"required": [1]}, r"required is a list of names, not \[1\]"),
+        ({"minimum": "1"}, "minimum is a number, not '1'"),
+        ({"minimum": 1, "exclusiveMinimum": True}, "exclusiveMinimum is a number, not True"),
+        ({"minimum": 3, "maximum": 2}, "no number is within minimum 3, maximum 2"),
+        ({"exclusiveMinimum": 2, "maximum": 2}, "no number is within maximum 2, exclusiveMinimum 2"),
+        ({"minLength": 5, "maxLength": 2}, "minLength 5 is above maxLength 2: nothing fits"),
+        ({"minItems": 5, "maxItems": 2}, "minItems 5 is above maxItems 2: nothing fits"),
+        ({"minItems": 2.5}, "minItems is a whole number from 0, not 2.5"),
+        ({"maxLength": True}, "maxLength is a whole number from 0, not True"),
+        ({"pattern": "("}, r"pattern '\(' is not a regular expression: "),
+        ({"properties": {"a": {"pattern": 5}}}, "a: pattern is a text, not 5"),
     ],
 )
 def test_a_schema_that_is_not_understood_is_refused(schema: dict[str, Any], message: str) -> None:
@@ -152,13 +177,40 @@ def test_a_schema_that_is_not_understood_is_refused(schema: dict[str, Any], mess
     [
         ({"a": "int"}, "a: 'int' is no type; choose from string, integer, number, boolean, null, object, array, any"),
         ({"a": {"b": 1}}, "a: b: a type is a name or an object, not 1"),
-        ({"a": {"array": "string", "length": "3"}}, "a length is a number from 0, not '3'"),
+        ({"a": {"array": "string", "length": "3"}}, "a: length is a whole number from 0, not '3'"),
+        ({"a": {"array": "string", "length": 2.5}}, "a: length is a whole number from 0, not 2.5"),
+        ({"a": {"array": "string", "max_length": -1}}, "a: max_length is a whole number from 0, not -1"),
+        ({"a": {"array": "string", "length": None}}, "a: length is a whole number from 0, not None"),
+        (
+            {"a": {"array": "string", "length": 2, "max_length": 9}},
+            "a: length is the exact number of items: leave out min_length and max_length",
+        ),
+        ({"a": {"array": "string", "min_length": 2, "max_length": 1}}, "a: min_length 2 is above max_length 1"),
+        ({"a": None}, 'a: a type is a name or an object, not None; the type of null is "null", in quotes'),
+        ({"a": {"object": {"b": None}}}, "a: b: a type is a name or an object, not None"),
         ([], "a type is a name or an object"),
     ],
 )
 def test_a_description_that_is_malformed_is_refused(keys: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_shape(keys)
+
+
+def test_null_is_refused_in_a_setting_and_left_out_of_a_column() -> None:
+    """Arrow fills in the keys of other rows with null; a column of text, as a setting, has what was written."""
+    with pytest.raises(ConfigError, match="a: a type is a name or an object, not None"):
+        validate(JsonGrader, {"type": "json", "keys": {"a": None, "b": "integer"}})
+    keys = validate(JsonGrader, {"type": "json"}).start()
+    row = {"a": None, "b": {"array": "integer", "length": None, "min_length": 1}}
+    assert (keys('{"b": [1]}', {"keys": row}) or {})["full"] == 1
+    with pytest.raises(ValueError, match="a: a type is a name or an object, not None"):
+        keys('{"b": [1]}', {"keys": json.dumps(row)})
+    schema = validate(JsonGrader, {"type": "json", "json_schema": "shape"}).start()
+    filled = {"properties": {"a": None, "b": {"type": "integer", "const": None, "maximum": None}}, "items": None}
+    assert (schema('{"b": 1}', {"shape": filled}) or {})["full"] == 1
+    null = {"properties": {"b": {"const": None}}}
+    grades = [(schema(text, {"shape": json.dumps(null)}) or {})["full"] for text in ('{"b": null}', '{"b": 3}')]
+    assert grades == [1, 0]
 
 
 LEAVES = st.sampled_from(["string", "integer", "number", "boolean", "null"]) | st.builds(
