@@ -33,7 +33,7 @@ class ServerTeacher(Teacher):
     top_k: Annotated[int, Ge(1)] = 20
     """The likeliest tokens to ask for; vLLM allows 20 unless it is started with a larger --max-logprobs."""
     timeout_s: Annotated[float, Gt(0)] = 60.0
-    """Timeout of one request, in seconds."""
+    """Seconds without data after which a request times out; an answer that keeps coming may take longer."""
     retries: Annotated[int, Ge(0)] = 8
     """Retries 1 s, 2 s, 4 s ... 30 s apart; then the run saves and stops."""
     concurrency: Annotated[int, Ge(1)] = 8
