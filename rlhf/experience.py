@@ -39,7 +39,8 @@ def compute_advantages(
     """
     mask = rollout.action_mask
     penalty = _reward_penalty(rollout, algorithm, coefs)
-    rewards = token_rewards(rollout.scores, penalty, mask, rollout.episode_rewards)
+    turn_rewards = rollout.turn_rewards * rollout.turn_scale if rollout.has_episodes else None
+    rewards = token_rewards(rollout.scores, penalty, mask, turn_rewards)
     if rollout.process_rewards is not None:
         rewards = rewards + torch.where(mask, rollout.process_rewards, 0.0)
     if algorithm.rescue is not None:

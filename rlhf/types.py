@@ -110,6 +110,7 @@ class Scores:
 
     values: Float[Tensor, " B"]
     parts: Mapping[str, Float[Tensor, " B"]]
+    scale: float = 1.0  # the factor from the rewards of an episode's turns to their part of the values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,7 @@ class Rollout(Completions):
     hint_weights: Float[Tensor, "B T"] | None = None  # importance weights of hinted rows; 1 elsewhere. None: 1 for all
     final_values: Float[Tensor, " B"] | None = None  # V after the last action; 0 for ended rows. None: 0 for all
     process_rewards: Float[Tensor, "B T"] | None = None  # of steps, at their last tokens (reward.process); None: off
+    turn_scale: float = 1.0  # see Scores.scale
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,6 +113,7 @@ def compute_logprobs_and_values(
         completions,
         final_values=final_values,
         scores=scores.values.to(logprobs.dtype),
+        turn_scale=scores.scale,
         baselines=(torch.zeros_like(scores.values) if baselines is None else baselines).to(logprobs.dtype),
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,

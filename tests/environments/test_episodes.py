@@ -14,6 +14,7 @@ import word_games
 from quick import quick
 from torch import Tensor
 
+from rlhf.algo.moments import Moments
 from rlhf.batching import concat
 from rlhf.environments.host import Act, Begin, End
 from rlhf.environments.pool import EnvironmentPool
@@ -305,6 +306,23 @@ def test_bootstrap_reads_the_last_observation_and_learns_no_token_of_it(tmp_path
         last = int(places[-1])
         bootstrapped = float(experience.rewards[row, last] + experience.final_values[row])
         assert float(experience.returns[row, last]) == pytest.approx(bootstrapped, abs=1e-5)
+
+
+def test_normalized_rewards_of_turns_keep_their_places(tmp_path: Path) -> None:
+    """Divided like the scores: what is left for the last token is the penalty, and no correction of the turns."""
+    shaping = {"normalize": "scale", "missing_eos_penalty": 4.0}
+    run = runs.online({**tree(tmp_path), "reward": {"shaping": shaping}})
+    collected = sample_and_score(run, 1)
+    assert collected is not None
+    assert collected.score_moments is not None
+    std = Moments(**collected.score_moments).std
+    experience = compute_advantages(annotate(run, collected), run.algorithm, run.coefs)
+    assert abs(std - 1) > 0.1
+    expected = experience.turn_rewards / std
+    places = torch.where(experience.action_mask, torch.arange(expected.shape[1]), -1).amax(dim=1)
+    expected[torch.arange(len(expected)), places] -= torch.where(experience.finished, 0.0, 4.0 / std)
+    torch.testing.assert_close(experience.rewards, expected.to(experience.rewards), rtol=0, atol=1e-5)
+    assert (experience.turn_rewards != 0).sum() > len(expected)
 
 
 def test_drop_leaves_cut_episodes_out_of_the_loss(tmp_path: Path) -> None:
