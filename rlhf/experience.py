@@ -100,7 +100,7 @@ def select_training_rows(experience: Experience, algorithm: Online) -> Experienc
 
 def _trainable_rows(rollout: Rollout, advantages: Float[Tensor, "B T"], algorithm: Online) -> Bool[Tensor, " B"]:
     """Flag the rows that enter the loss."""
-    eligible = rollout.finished if algorithm.mask_truncated else torch.ones_like(rollout.finished)
+    eligible = rollout.whole if algorithm.mask_truncated else torch.ones_like(rollout.finished)
     if algorithm.advantage.chooses_rows:
         return eligible & (advantages != 0).any(dim=1)
     if algorithm.drop_uniform_groups:

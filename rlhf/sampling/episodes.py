@@ -65,6 +65,7 @@ class Episode:
     rewards: dict[int, float] = field(default_factory=dict)  # by position: the last action token of a turn
     stop: StopReason = StopReason.NONE
     ended: bool = False  # the last action ended by itself, and was not cut
+    has_cuts: bool = False  # an action was cut
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def act(self, ids: Sequence[int], logprobs: Sequence[float], turn: int, *, ended: bool) -> None:
@@ -74,6 +75,7 @@ class Episode:
         self.is_action += [True] * len(ids)
         self.turns += [turn] * len(ids)
         self.ended = ended
+        self.has_cuts |= not ended
 
     def observe(self, ids: Sequence[int]) -> None:
         """Add tokens that the policy reads and did not write."""
@@ -302,6 +304,12 @@ class EpisodeSampler:
     def _fits(self, episode: Episode, more: int) -> bool:
         return self.context is None or len(episode.prompt) + len(episode.ids) + more <= self.context
 
+    def _is_whole(self, episode: Episode) -> bool:
+        """Return whether algorithm.mask_truncated keeps an episode; truncation=drop leaves out by the limit alone."""
+        if self.config.truncation == "drop":
+            return not episode.stop.cuts
+        return episode.stop is StopReason.TERMINATED and episode.ended
+
     def _fail(self, episode: Episode, fault: Fault) -> None:
         """End an episode whose environment failed, by the rule of environment.on_error."""
         episode.stop = StopReason.ERROR
@@ -364,12 +372,13 @@ class EpisodeSampler:
             completion_ids=_padded([episode.ids for episode in episodes], width, self.encoder.pad_id),
             completion_mask=mask,
             sampler_logprobs=_padded([episode.logprobs for episode in episodes], width, 0.0).to(dtype),
-            finished=torch.tensor([e.stop is StopReason.TERMINATED and e.ended for e in episodes]),
+            finished=torch.tensor([not episode.has_cuts for episode in episodes]),
             group_size=group_size,
             episode_actions=_padded([episode.is_action for episode in episodes], width, False),
             episode_turns=_padded([episode.turns for episode in episodes], width, 0),
             episode_rewards=torch.tensor(rewards, dtype=torch.float32),
             episode_stops=torch.tensor([int(episode.stop) for episode in episodes]),
+            episode_whole=torch.tensor([self._is_whole(episode) for episode in episodes]),
         )
 
 

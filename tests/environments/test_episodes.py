@@ -328,10 +328,35 @@ def test_normalized_rewards_of_turns_keep_their_places(tmp_path: Path) -> None:
 def test_drop_leaves_cut_episodes_out_of_the_loss(tmp_path: Path) -> None:
     run = runs.online(tree(tmp_path, max_turns=2, truncation="drop"))
     experience = _experience(run)
-    cut = ~experience.finished
-    assert cut.any()
-    assert not cut.all()
-    assert not experience.loss_mask[cut].any()
+    limited, terminated = (experience.stops == stop for stop in (StopReason.MAX_TURNS, StopReason.TERMINATED))
+    assert limited.any()
+    assert not experience.loss_mask[limited].any()
+    assert (terminated & ~experience.finished).any(), "the task is over, though an action was cut"
+    assert torch.equal(experience.loss_mask[terminated], experience.action_mask[terminated])
+
+
+def test_mask_truncated_leaves_out_what_a_limit_or_a_cut_last_action_ended(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path, max_turns=2), "algorithm.mask_truncated=true")
+    experience = _experience(run)
+    ends = [ends_of_turns(experience, row)[-1] for row in range(len(experience))]
+    kept = (experience.stops == StopReason.TERMINATED) & torch.tensor(ends)
+    assert 0 < kept.sum() < (experience.stops == StopReason.TERMINATED).sum()
+    assert torch.equal(experience.loss_mask, experience.action_mask & kept[:, None])
+
+
+def ends_of_turns(rows: Completions, row: int) -> list[bool]:
+    """Return of each action of an episode whether it ended with EOS."""
+    count = int(rows.turns[row].max()) + 1
+    actions = [rows.completion_ids[row][rows.action_mask[row] & (rows.turns[row] == turn)] for turn in range(count)]
+    return [int(action[-1]) == EOS for action in actions]
+
+
+def test_an_episode_is_finished_if_no_action_was_cut_whatever_ended_it(tmp_path: Path) -> None:
+    rows = played(runs.online(tree(tmp_path, max_turns=2)))
+    assert rows.finished.tolist() == [all(ends_of_turns(rows, row)) for row in range(len(rows))]
+    limited = rows.stops == StopReason.MAX_TURNS
+    assert (rows.finished & limited).any()
+    assert (~rows.finished & ~limited).any()
 
 
 @pytest.mark.parametrize("preset", quick(["ppo", "grpo", "gspo", "online_dpo", "trpo"], ["ppo", "grpo", "online_dpo"]))
