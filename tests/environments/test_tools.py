@@ -85,9 +85,22 @@ def test_calls_are_read_from_text() -> None:
     assert read_calls("no call") == []
 
 
+@pytest.mark.parametrize("tag", ["tool", "tool_call"])
+def test_a_call_without_its_closing_tag_is_malformed_and_no_answer(tag: str) -> None:
+    tools = FunctionTools([power], reward=lambda answer, row: 1.0)
+    tools.reset(options={})
+    unclosed, no_end = f'<{tag}>{{"name": "power"', f"error: the call has no end: write </{tag}> behind it"
+    assert tools.step(unclosed) == (no_end, 0.0, False, False, {"tool_calls": 1, "tool_errors": 1})
+    call = f'<{tag}>{{"name": "power", "arguments": {{"base": 3}}}}</{tag}>'
+    told, _, over, _, info = tools.step(call + unclosed)
+    assert told.splitlines() == ["9", no_end]
+    assert (over, info) == (False, {"tool_calls": 2, "tool_errors": 1})
+
+
 def test_no_text_of_a_policy_stops_the_reading_of_calls() -> None:
     started = time.perf_counter()
-    assert read_calls("<tool>" + " " * 4000) == []
+    assert read_calls("<tool>" + " " * 4000) == ["the call has no end: write </tool> behind it"]
+    assert len(read_calls("<tool>" * 1000)) == 1
     assert time.perf_counter() - started < 1  # minutes, if each division of the white space is tried
     assert "no JSON" in read_calls(f"<tool>{'[' * 5000}</tool>")[0]  # type: ignore[operator]
 
