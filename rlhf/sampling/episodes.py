@@ -161,11 +161,7 @@ class EpisodeSampler:
         self._check_faults(episodes)
         if unclosed := [answer.reason for answer in closed if isinstance(answer, Fault)]:
             self.note(f"warning: {len(unclosed)} of {len(episodes)} environments did not close: {unclosed[0]}")
-        if first is None and not self._faults:
-            raise RewardError(
-                f"no episode could begin: the first observation of {self.config.target!r} leaves no room for an action "
-                f"in the model's context of {self.context}; shorten it, or lower sampling.max_new_tokens"
-            )
+        self._check_begun(episodes, any_begun=first is not None)
         self.counts.episodes += len(episodes)
         return self._collect(rows, episodes, first, group_size)
 
@@ -338,6 +334,28 @@ class EpisodeSampler:
                 f"The first: {self._faults[0]}"
             )
         self.note(f"warning: {failed}: {self._faults[0]}")
+
+    def _check_begun(self, episodes: Sequence[Episode], *, any_begun: bool) -> None:
+        """Report the episodes whose first observation leaves no room for an action.
+
+        Raises:
+            RewardError: no episode could begin, and not because environments failed.
+        """
+        room = (
+            f"leaves no room for an action of sampling.max_new_tokens={self.max_new_tokens} in the model's context of "
+            f"{self.context}"
+        )
+        if not any_begun and not self._faults:
+            raise RewardError(
+                f"no episode could begin: the first observation of {self.config.target!r} {room}; shorten it, or lower "
+                "sampling.max_new_tokens"
+            )
+        not_begun = sum(episode.stop is StopReason.CONTEXT and not episode.ids for episode in episodes)
+        if not_begun:
+            self.note(
+                f"warning: {not_begun} of {len(episodes)} episodes could not begin, and are left out: their first "
+                f"observation {room}"
+            )
 
     def _ask(self, requests: Iterable[HostRequest]) -> list[HostReply]:
         """Answer requests, each on the rank that has the episode's environment; every rank gets all answers."""

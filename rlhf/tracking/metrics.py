@@ -288,6 +288,8 @@ env/tokens            | tokens   | mean tokens of an episode that its environmen
     chart/environment: 5 Tokens of the environment
 env/error             | share    | episodes whose environment raised, hung, or returned no valid step
     better: lower; chart/environment: 6 Failures of environments
+env/not_begun         | share    | episodes left out, because their first observation leaves no room for an action
+    better: lower; chart/environment: 6
 env/malformed         | count    | mean actions of an episode that the environment could not read (info["malformed"])
     better: lower; chart/environment: 7 Actions that could not be read
 env/cut_actions       | count    | mean actions of an episode that sampling.max_new_tokens cut

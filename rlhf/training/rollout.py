@@ -350,6 +350,7 @@ def episode_metrics(completions: Completions) -> Metrics:
             "env/turns": Mean.of(turns, kept),
             "env/tokens": Mean.of((completions.completion_mask & ~mask).sum(dim=1), kept),
             "env/error": Mean.of(completions.stops == StopReason.ERROR),
+            "env/not_begun": Mean.of((completions.stops == StopReason.CONTEXT) & ~kept),
         }
     )
     for turn in range(int(turns.max())):

@@ -26,6 +26,7 @@ from rlhf.sampling.fast import prefix_cache
 from rlhf.training.annotate import annotate
 from rlhf.training.collect import fill_failed, sample_and_score
 from rlhf.training.online_run import OnlineRun
+from rlhf.training.rollout import episode_metrics
 from rlhf.types import Completions, StopReason
 
 EOS = 2
@@ -379,6 +380,24 @@ def test_a_first_observation_without_room(tmp_path: Path) -> None:
     rows = played(runs.online(tree(tmp_path, "Wordy", kwargs={"words": 3}), f"run.out_dir={tmp_path / 'b'}"))
     assert (rows.prompt_mask.sum(dim=1) >= 5).all()
     assert all(str(reference["prompt"]).endswith("\n\nred red red") for reference in rows.references)
+
+
+def test_episodes_that_could_not_begin_are_counted_and_noted(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path, "Wordy", kwargs={"words": 80, "prompt": "red one"}))
+    notes: list[str] = []
+    assert run.episodes is not None
+    run.episodes.note = notes.append
+    rows = played(run)
+    long = torch.tensor([str(reference["prompt"]).count("red") > 80 for reference in rows.references])
+    assert int(long.sum()) == 2
+    assert torch.equal(rows.stops == StopReason.CONTEXT, long)
+    assert torch.equal(~rows.counted, long)
+    assert notes == [
+        "warning: 2 of 32 episodes could not begin, and are left out: their first observation leaves no room for an "
+        "action of sampling.max_new_tokens=6 in the model's context of 64"
+    ]
+    assert episode_metrics(rows)["env/not_begun"] == 2 / 32
+    _close(run)
 
 
 def test_the_prompt_of_an_episode_is_the_text_that_the_model_reads(tmp_path: Path) -> None:
