@@ -276,7 +276,7 @@ def test_an_environment_of_a_library_has_keywords_of_its_own(
 
     def make(*_: Any, deck: list[str], **__: Any) -> SimpleNamespace:
         taken.append(deck.pop())
-        return SimpleNamespace(unwrapped=SimpleNamespace(action_space=None))
+        return SimpleNamespace(action_space=None)
 
     class Made(list[dict[str, str]]):
         def __init__(self, *_: Any, deck: list[str], **__: Any) -> None:
@@ -402,6 +402,47 @@ def test_gymnasium() -> None:
     assert (told, reward, over, info) == ("Answer with one whole number from 0 to 3.", 0.0, False, {"malformed": 1.0})
     with pytest.raises(ConfigError, match="FrozenLak"):
         load_environment("gym:FrozenLak-v1", {})
+
+
+GYM_PACKAGE = """
+import gymnasium
+
+class Counted(gymnasium.Env):
+    observation_space = action_space = gymnasium.spaces.Text(20)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "start", {}
+
+    def step(self, action):
+        return "went " + action, 1.0, False, False, {}
+
+def wrapped():
+    return gymnasium.wrappers.TransformReward(Counted(), lambda reward: 10 * reward)
+
+gymnasium.register("Wrapped-v0", entry_point=wrapped, max_episode_steps=2)
+"""
+
+
+def test_gymnasium_keeps_wrappers_and_limit_of_an_id_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    (tmp_path / "counted_envs.py").write_text(GYM_PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(gymnasium.registry, "Wrapped-v0", None)  # so that it is removed after the test
+    del gymnasium.registry["Wrapped-v0"]
+    environment = load_environment("gym:counted_envs:Wrapped-v0", {})()
+    assert environment.reset(seed=1)[0] == "start"
+    assert environment.step("on") == ("went on", 10.0, False, False, {})
+    assert environment.step("on") == ("went on", 10.0, False, True, {})
+    unlimited = load_environment("gym:counted_envs:Wrapped-v0", {"max_episode_steps": -1})()
+    unlimited.reset(seed=1)
+    assert not any(unlimited.step("on")[3] for _ in range(3))
+    with pytest.raises(ConfigError, match="no module 'counted_env'"):
+        load_environment("gym:counted_env:Wrapped-v0", {})
+    with pytest.raises(ConfigError, match=r"Wraped.*did you mean Wrapped-v0"):
+        load_environment("gym:counted_envs:Wraped-v0", {})
 
 
 class Discrete:
