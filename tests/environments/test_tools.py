@@ -27,6 +27,7 @@ from rlhf.environments.protocol import (
     checked_reset,
     checked_step,
 )
+from rlhf.environments.textarena import Game
 from rlhf.environments.tools import FunctionTools, ToolEnvironment, read_calls, tool_guide, tool_of
 from rlhf.errors import ConfigError
 
@@ -357,6 +358,38 @@ def test_global_generators_are_each_episodes_own() -> None:
     assert isinstance(host.handle(Act(3, "")), Fault)
 
 
+class Echo:
+    """A TextArena game that repeats the move, as `form` writes it."""
+
+    def __init__(self, form: str) -> None:
+        self.form, self.text = form, "\n[GAME] Guess."
+
+    def reset(self, **_: Any) -> None:
+        pass
+
+    def get_observation(self) -> tuple[int, str]:
+        return 0, self.text
+
+    def step(self, action: str) -> tuple[bool, Any]:
+        self.text += f"{self.form.replace('MOVE', action)}\n[GAME] Higher."
+        return False, {}
+
+
+@pytest.mark.parametrize("form", ["\n[Player] MOVE", "\n[Player] [MOVE]", "\n[GAME] [MOVE]", "\nMOVE", ""])
+@pytest.mark.parametrize("move", ["5", " 5 \n", "I say\n(5", "", "[5]"])
+def test_a_move_is_not_told_again(form: str, move: str) -> None:
+    game = Game(Echo(form))
+    assert game.reset()[0] == "[GAME] Guess."
+    assert [game.step(move)[0] for _ in range(2)] == ["[GAME] Higher."] * 2
+
+
+def make_told(make: Any, move: str) -> str:
+    """Return the answer of a new game to a move."""
+    game = make()
+    game.reset(seed=3)
+    return str(game.step(move)[0])
+
+
 def test_text_arena() -> None:
     pytest.importorskip("textarena")
     make = load_environment("textarena:GuessTheNumber-v0", {})
@@ -367,6 +400,7 @@ def test_text_arena() -> None:
     told, reward, over, _, _ = first.step("[5]")
     assert told == "[GAME] The target number is higher."
     assert (reward, over) == (0.0, False)
+    assert make_told(make, "5 ").startswith("[GAME] You attempted an invalid move.")
     for guess in range(6, 21):
         _, reward, over, _, _ = first.step(f"[{guess}]")
         if over:
