@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf.batching import extend
 from rlhf.data.bridge import make_bridge, writes_tools
 from rlhf.data.conversation import Message
-from rlhf.data.prompts import CONVERSATION, MESSAGES, SOURCE
+from rlhf.data.prompts import CONVERSATION, MESSAGES, SOURCE, own_prompt
 from rlhf.data.rows import BadRow
 from rlhf.data.tokenizer import Encoder, left_pad
 from rlhf.environments.host import Act, Begin, End, HostReply, HostRequest
@@ -407,7 +407,8 @@ def _padded(rows: Sequence[Sequence[Any]], width: int, fill: Any) -> Tensor:
 
 def _options(reference: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a row, as its environment's reset gets them."""
-    return {name: value for name, value in reference.items() if name not in OWN_COLUMNS}
+    columns = {name: value for name, value in reference.items() if name not in OWN_COLUMNS}
+    return columns | ({"prompt": own_prompt(reference)} if "prompt" in columns else {})
 
 
 def make_episode_sampler(

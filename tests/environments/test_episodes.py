@@ -400,15 +400,26 @@ def test_episodes_that_could_not_begin_are_counted_and_noted(tmp_path: Path) -> 
     _close(run)
 
 
-def test_the_prompt_of_an_episode_is_the_text_that_the_model_reads(tmp_path: Path) -> None:
-    """With the template's marks, as of a run without an environment."""
-    template = tmp_path / "template.jinja"
+def templated(folder: Path, **kwargs: Any) -> OnlineRun:
+    """A run of Wordy with a chat template, whose mark of the user is `blue`."""
+    template = folder / "template.jinja"
     template.write_text(
         "{% for message in messages %}{{ 'blue ' if message['role'] == 'user' else 'two ' }}"
         "{{ message['content'] }}{{ '<eos>' }}{% endfor %}{% if add_generation_prompt %}two {% endif %}"
     )
-    settings = runs.merge(tree(tmp_path, "Wordy", kwargs={"words": 2}), {"data": {"chat_template": str(template)}})
-    run = runs.online(settings)
+    return runs.online(runs.merge(tree(folder, "Wordy", kwargs=kwargs), {"data": {"chat_template": str(template)}}))
+
+
+def test_an_environment_gets_the_prompt_as_it_is_in_the_row(tmp_path: Path) -> None:
+    rows = played(templated(tmp_path, words=5, prompt="red one"))
+    prompts = [str(reference["prompt"]) for reference in rows.references]
+    assert [prompt.count("red red red red red") for prompt in prompts].count(1) == 2
+    assert sum("red one\n\nred red red red red<eos>" in prompt for prompt in prompts) == 2
+
+
+def test_the_prompt_of_an_episode_is_the_text_that_the_model_reads(tmp_path: Path) -> None:
+    """With the template's marks, as of a run without an environment."""
+    run = templated(tmp_path, words=2)
     rows = played(run)
     assert run.episodes is not None
     tokenizer = run.episodes.encoder.tokenizer
