@@ -11,6 +11,7 @@ import pytest
 import runs
 import torch
 import word_games
+import word_rewards
 from quick import quick
 from torch import Tensor
 
@@ -21,13 +22,14 @@ from rlhf.environments.pool import EnvironmentPool
 from rlhf.environments.protocol import Fault
 from rlhf.errors import RewardError
 from rlhf.experience import compute_advantages
+from rlhf.rewards.cost import COST
 from rlhf.sampling.episodes import EpisodeSampler
 from rlhf.sampling.fast import prefix_cache
 from rlhf.training.annotate import annotate
 from rlhf.training.collect import fill_failed, sample_and_score
 from rlhf.training.online_run import OnlineRun
 from rlhf.training.rollout import episode_metrics
-from rlhf.types import Completions, StopReason
+from rlhf.types import Completions, Experience, StopReason
 
 EOS = 2
 
@@ -319,11 +321,29 @@ def test_normalized_rewards_of_turns_keep_their_places(tmp_path: Path) -> None:
     std = Moments(**collected.score_moments).std
     experience = compute_advantages(annotate(run, collected), run.algorithm, run.coefs)
     assert abs(std - 1) > 0.1
-    expected = experience.turn_rewards / std
+    pays_only_at_the_end(experience, 1 / std, torch.where(experience.finished, 0.0, 4.0 / std))
+
+
+def pays_only_at_the_end(experience: Experience, scale: float, price: Tensor) -> None:
+    """Check that the rewards of turns are multiplied where they are, and that the last token alone pays the price."""
+    expected = experience.turn_rewards * scale
     places = torch.where(experience.action_mask, torch.arange(expected.shape[1]), -1).amax(dim=1)
-    expected[torch.arange(len(expected)), places] -= torch.where(experience.finished, 0.0, 4.0 / std)
+    expected[torch.arange(len(expected)), places] -= price
     torch.testing.assert_close(experience.rewards, expected.to(experience.rewards), rtol=0, atol=1e-5)
     assert (experience.turn_rewards != 0).sum() > len(expected)
+    assert (price != 0).any()
+
+
+def test_a_cost_is_paid_at_the_end_and_moves_no_reward_of_a_turn(tmp_path: Path) -> None:
+    """The reward is weighed by 1 / (1 + 0.5), and the cost by 0.5 / (1 + 0.5)."""
+    cost = {"type": "function", "target": f"{word_rewards.__file__}:count_good"}
+    settings = {**tree(tmp_path), "reward": {"cost": {"source": cost}}}
+    settings["algorithm"] = {"preset": "ppo_lag", "lagrange": {"cost_limit": 1.0, "start": 0.5}}
+    run = runs.online(settings)
+    collected = sample_and_score(run, 1)
+    assert collected is not None
+    experience = compute_advantages(annotate(run, collected), run.algorithm, run.coefs)
+    pays_only_at_the_end(experience, 1 / 1.5, 0.5 / 1.5 * collected.scores.parts[COST])
 
 
 def test_drop_leaves_cut_episodes_out_of_the_loss(tmp_path: Path) -> None:
