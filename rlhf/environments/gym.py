@@ -73,6 +73,10 @@ class TextOnly:
         observation, reward, terminated, truncated, info = self.environment.step(chosen)
         return _as_text(observation), reward, terminated, truncated, info
 
+    def close(self) -> None:
+        """Close the environment."""
+        self.environment.close()
+
 
 def _as_text(observation: Any) -> Any:
     is_messages = isinstance(observation, list) and all(isinstance(message, Mapping) for message in observation)

@@ -444,15 +444,21 @@ import gymnasium
 class Counted(gymnasium.Env):
     observation_space = action_space = gymnasium.spaces.Text(20)
 
+    def __init__(self, closed=None):
+        self.closed = closed
+
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         return "start", {}
 
+    def close(self):
+        self.closed("closed")
+
     def step(self, action):
         return "went " + action, 1.0, False, False, {}
 
-def wrapped():
-    return gymnasium.wrappers.TransformReward(Counted(), lambda reward: 10 * reward)
+def wrapped(closed=None):
+    return gymnasium.wrappers.TransformReward(Counted(closed), lambda reward: 10 * reward)
 
 gymnasium.register("Wrapped-v0", entry_point=wrapped, max_episode_steps=2)
 """
@@ -473,6 +479,11 @@ def test_gymnasium_keeps_wrappers_and_limit_of_an_id_of_a_package(
     unlimited = load_environment("gym:counted_envs:Wrapped-v0", {"max_episode_steps": -1})()
     unlimited.reset(seed=1)
     assert not any(unlimited.step("on")[3] for _ in range(3))
+    closed: list[str] = []
+    host = Host(load_environment("gym:counted_envs:Wrapped-v0", {"closed": closed.append}))
+    host.handle(Begin(1, 5, {}))
+    assert host.handle(End(1)) is None
+    assert closed == ["closed"]
     with pytest.raises(ConfigError, match="no module 'counted_env'"):
         load_environment("gym:counted_env:Wrapped-v0", {})
     with pytest.raises(ConfigError, match=r"Wraped.*did you mean Wrapped-v0"):
