@@ -39,7 +39,8 @@ def compute_advantages(
     """
     mask = rollout.action_mask
     penalty = _reward_penalty(rollout, algorithm, coefs)
-    rewards = token_rewards(rollout.scores, penalty, mask, rollout.episode_rewards)
+    turn_rewards = rollout.turn_rewards * rollout.turn_scale if rollout.has_episodes else None
+    rewards = token_rewards(rollout.scores, penalty, mask, turn_rewards)
     if rollout.process_rewards is not None:
         rewards = rewards + torch.where(mask, rollout.process_rewards, 0.0)
     if algorithm.rescue is not None:
@@ -99,7 +100,7 @@ def select_training_rows(experience: Experience, algorithm: Online) -> Experienc
 
 def _trainable_rows(rollout: Rollout, advantages: Float[Tensor, "B T"], algorithm: Online) -> Bool[Tensor, " B"]:
     """Flag the rows that enter the loss."""
-    eligible = rollout.finished if algorithm.mask_truncated else torch.ones_like(rollout.finished)
+    eligible = rollout.whole if algorithm.mask_truncated else torch.ones_like(rollout.finished)
     if algorithm.advantage.chooses_rows:
         return eligible & (advantages != 0).any(dim=1)
     if algorithm.drop_uniform_groups:

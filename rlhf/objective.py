@@ -121,7 +121,7 @@ class Objective:
         """Return the mask of the tokens that the critic learns from: live, and not of a masked truncated completion."""
         if not self.algorithm.mask_truncated:
             return batch.action_mask
-        return batch.action_mask & batch.finished[:, None]
+        return batch.action_mask & batch.whole[:, None]
 
     def _surrogate(
         self,

@@ -57,12 +57,13 @@ class Completions(Prompts):
     completion_ids: Int[Tensor, "B T"]
     completion_mask: Bool[Tensor, "B T"]  # True up to and including EOS
     sampler_logprobs: Float[Tensor, "B T"]  # as the sampler computed them; for the mismatch metric
-    finished: Bool[Tensor, " B"]  # ended by EOS, not by length
+    finished: Bool[Tensor, " B"]  # ended by EOS, not by length; of an episode every action
     group_size: int
     episode_actions: Bool[Tensor, "B T"] | None = None  # tokens that the policy drew; within completion_mask
     episode_turns: Int[Tensor, "B T"] | None = None  # of a token that the policy wrote its turn, from 0; -1: of another
     episode_rewards: Float[Tensor, "B T"] | None = None  # of a turn, on the last of its action tokens
     episode_stops: Int[Tensor, " B"] | None = None  # of each row its StopReason
+    episode_whole: Bool[Tensor, " B"] | None = None  # of each row whether mask_truncated keeps it
     # which tokens could be drawn (algo.support.pack), if sampling leaves some out; None: all
     sampler_support: UInt8[Tensor, "B T W"] | None = None
 
@@ -97,6 +98,11 @@ class Completions(Prompts):
         return torch.zeros_like(self.row_ids) if self.episode_stops is None else self.episode_stops
 
     @property
+    def whole(self) -> Bool[Tensor, " B"]:
+        """Return which rows algorithm.mask_truncated keeps: without an environment those that ended by EOS."""
+        return self.finished if self.episode_whole is None else self.episode_whole
+
+    @property
     def bootstrapped(self) -> Bool[Tensor, " B"]:
         """Return which rows end with an observation that no action answers: the return goes on with its value."""
         last = self.completion_mask.sum(dim=1, keepdim=True) - 1
@@ -110,6 +116,7 @@ class Scores:
 
     values: Float[Tensor, " B"]
     parts: Mapping[str, Float[Tensor, " B"]]
+    scale: float = 1.0  # the factor from the rewards of an episode's turns to their part of the values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +132,7 @@ class Rollout(Completions):
     hint_weights: Float[Tensor, "B T"] | None = None  # importance weights of hinted rows; 1 elsewhere. None: 1 for all
     final_values: Float[Tensor, " B"] | None = None  # V after the last action; 0 for ended rows. None: 0 for all
     process_rewards: Float[Tensor, "B T"] | None = None  # of steps, at their last tokens (reward.process); None: off
+    turn_scale: float = 1.0  # see Scores.scale
 
 
 @dataclass(frozen=True, kw_only=True)

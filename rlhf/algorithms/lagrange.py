@@ -121,6 +121,10 @@ class Lagrange(Section):
         """
         return (scores - multiplier * costs) / (1.0 + multiplier)
 
+    def score_weight(self, multiplier: float) -> float:
+        """Return the weight of a score in its combination with a cost."""
+        return 1.0 / (1.0 + multiplier)
+
     def next_multiplier(self, multiplier: float, *, cost: float) -> float:
         """Return the learned multiplier after a step, by gradient ascent on ln λ within its bounds (Dai et al. 2023).
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Protocol, TextIO, runtime_checkable
 
 import torch
 from rich.console import Console
@@ -17,8 +17,7 @@ from rlhf.commands.notices import warn_of_rounding
 from rlhf.config.data import ChatFormat, PromptsConfig
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
-from rlhf.data.conversation import Message, Prompt
-from rlhf.data.prompts import CONVERSATION, MESSAGES, prompt_pipeline
+from rlhf.data.prompts import CONVERSATION, MESSAGES, own_prompt, prompt_pipeline
 from rlhf.errors import DataError, UserError
 from rlhf.factory.sampler import GREEDY, NO_TEMPLATE, Completer, Conversation, Drawing, published_drawing
 from rlhf.models.backbone import context_length
@@ -77,7 +76,7 @@ def write_samples(
             for row, (text, finished) in enumerate(_texts(completer, samples)):
                 columns = batch.references[row // options.count]
                 kept = {name: value for name, value in columns.items() if name not in TAKEN}
-                line = {**kept, "prompt": _as_in_file(columns), "completion": text, "finished": finished}
+                line = {**kept, "prompt": own_prompt(columns), "completion": text, "finished": finished}
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
                 written, cut = written + 1, cut + (not finished)
             file.flush()
@@ -85,14 +84,6 @@ def write_samples(
         Text(f"{written:,} completions written to {out}; {cut:,} were cut at {sampling.max_new_tokens} tokens"),
         soft_wrap=True,
     )
-
-
-def _as_in_file(columns: Mapping[str, Any]) -> Prompt:
-    """Return a prompt in its row's form: a text that became a user's turn is a text, which judges then get as one."""
-    if MESSAGES not in columns:
-        return str(columns["prompt"])
-    turns: list[Message] = columns[MESSAGES]
-    return turns if CONVERSATION in columns else str(turns[-1]["content"])
 
 
 def _create(out: Path) -> TextIO:

@@ -689,6 +689,8 @@ class OnlineConfig(TrainSections):
         """Return the settings that are on and that no episode can be combined with, with what to set instead."""
         algorithm, shaping = self.algorithm, self.reward.shaping
         bootstraps = self.environment is not None and self.environment.truncation == "bootstrap"
+        has_turns = self.environment is not None and self.environment.max_turns > 1
+        pays_turns = has_turns and not (algorithm.advantage.is_group or algorithm.advantage.chooses_rows)
         settings = {
             "reward.source": (
                 not self.reward.source.reads_episodes,
@@ -705,6 +707,15 @@ class OnlineConfig(TrainSections):
             "reward.shaping.overlong_buffer": (
                 shaping.overlong_buffer > 0,
                 "a length is an action's, not an episode's; give the penalty in step",
+            ),
+            "reward.shaping.clip": (
+                pays_turns and shaping.clip is not None,
+                "the last turn alone would pay for the clipped part of the return; clip the rewards in step, and set "
+                "reward.shaping.clip=null",
+            ),
+            "reward.shaping.normalize=standardize": (
+                pays_turns and shaping.normalize == "standardize",
+                "the last turn alone would pay for the mean; set reward.shaping.normalize=scale",
             ),
             "environment.truncation=bootstrap without a critic": (
                 bootstraps and not algorithm.advantage.needs_critic,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.rescue import Hint
 from rlhf.config.data import ChatFormat, PromptsConfig
-from rlhf.data.conversation import Prompt
+from rlhf.data.conversation import Message, Prompt
 from rlhf.data.datasets import BatchStream, EncodedRow, Entry, PreparedRow, RowPipeline, check_ids, has_text_prompt
 from rlhf.data.formats import ASSISTANT, PROMPTS, PromptText, is_transcript
 from rlhf.data.rows import BadRow, DataRow, RowCounts
@@ -166,6 +167,14 @@ def _reference(usable: PreparedRow[PromptText], ids: EncodedRow, encoder: Encode
     if usable.text.messages and not has_text_prompt(usable.row):
         columns[CONVERSATION] = True
     return {**columns, MESSAGES: list(usable.text.messages)} if usable.text.messages and ids.whole else columns
+
+
+def own_prompt(reference: Mapping[str, Any]) -> Prompt:
+    """Return the prompt of a reference as its row has it; of a prompt that was cut, the text that is left."""
+    if MESSAGES not in reference:
+        return str(reference["prompt"])
+    turns: list[Message] = reference[MESSAGES]
+    return turns if CONVERSATION in reference else str(turns[-1]["content"])
 
 
 def encode_conversations(

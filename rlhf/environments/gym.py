@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from rlhf.environments.load import Adapter, Make
 from rlhf.errors import ConfigError, did_you_mean, install_hint
+from rlhf.user_code import load_module
 
 NUMBER = re.compile(r"-?[0-9]+")
 MOST_DIGITS = 18
@@ -22,23 +23,28 @@ class GymAdapter(Adapter):
 
     @classmethod
     def load(cls, target: str, kwargs: Mapping[str, Any]) -> Make:
-        """Return the maker of the environment of this ID, without Gymnasium's own limits and checks.
+        """Return the maker of the environment of this ID, with its wrappers and its limit of steps.
+
+        Gymnasium's checker of spaces is left out: text is in none.
 
         Raises:
-            ConfigError: Gymnasium is not installed, or has no such ID.
+            ConfigError: Gymnasium or the package is not installed, or has no such ID.
         """
         try:
             import gymnasium
         except ImportError as error:
             raise ConfigError(f"environment.target gym:{target} needs gymnasium: {install_hint(cls.extra)}") from error
+        package, _, identifier = target.rpartition(":")
+        if package:  # it registers its environments
+            load_module(package, what="environment", error=ConfigError)
         try:
-            spec = gymnasium.spec(target)
+            spec = gymnasium.spec(identifier)
         except (gymnasium.error.Error, ImportError) as error:
-            hint = did_you_mean(target, gymnasium.registry)
+            hint = did_you_mean(identifier, gymnasium.registry)
             raise ConfigError(f"environment.target gym:{target}: {error}{hint}") from error
         if spec.entry_point is None:
             raise ConfigError(f"environment.target gym:{target}: this ID has no entry point")
-        return lambda: TextOnly(gymnasium.make(target, disable_env_checker=True, **deepcopy(kwargs)).unwrapped)
+        return lambda: TextOnly(gymnasium.make(identifier, disable_env_checker=True, **deepcopy(kwargs)))
 
 
 class TextOnly:
@@ -66,6 +72,10 @@ class TextOnly:
             chosen = int(numbers[0])
         observation, reward, terminated, truncated, info = self.environment.step(chosen)
         return _as_text(observation), reward, terminated, truncated, info
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.environment.close()
 
 
 def _as_text(observation: Any) -> Any:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, ClassVar
 
 from rlhf.environments.load import Adapter, Make
 from rlhf.errors import ConfigError, did_you_mean, install_hint
+
+REPEATED = r"\A\n?(?:\[[^\]\n]*\] )?(?:\[{move}\]|{move})(?=\n|\Z)"
+"""A move as games repeat it: `[Player] MOVE`, or with brackets that a wrapper has added."""
 
 
 class TextArenaAdapter(Adapter):
@@ -54,15 +58,20 @@ class Game:
         """Make a move; the game's reward comes at its end."""
         done, _ = self.game.step(action=action)
         if not done:
-            return self._unread().removeprefix(f"[Player] {action}").strip(), 0.0, False, False, {}
+            return self._unread(action), 0.0, False, False, {}
         rewards, _ = self.game.close()
         reward = float((rewards or {}).get(0, 0.0))
         return "", reward, True, False, {}
 
-    def _unread(self) -> str:
-        """Return what the game has told the player since its last move; without an observation wrapper, its events."""
+    def _unread(self, move: str | None = None) -> str:
+        """Return what the game has told the player since its last move; without an observation wrapper, its events.
+
+        The move itself, which games repeat with a name before it and brackets around it, is left out.
+        """
         _, observation = self.game.get_observation()
         text = observation if isinstance(observation, str) else "\n".join(str(event[1]) for event in observation)
         unread = text.removeprefix(self.read)
         self.read = text
+        if move is not None:
+            unread = re.sub(REPEATED.format(move=re.escape(move)), "", unread, count=1)
         return unread.strip()

@@ -20,6 +20,7 @@ from rlhf.environments.protocol import TOOL_CALLS, TOOL_ERRORS, Observation, che
 
 CALL = re.compile(r"<tool(?:_call)?>(.*?)</tool(?:_call)?>", re.DOTALL)
 """A call in the plain-text grammar; the form of Qwen's and Hermes' templates has another tag."""
+OPENING = re.compile(r"<(tool(?:_call)?)>")
 TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
 GUIDE = "You may call these tools, each by a line"
 FORM = '<tool>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool>'
@@ -104,8 +105,13 @@ class Call:
 
 
 def read_calls(text: str) -> list[Call | str]:
-    """Read the calls of a text in the plain-text grammar; a malformed one is the reason, as text."""
-    return [_read_call(body) for body in CALL.findall(text)]
+    """Read the calls of a text in the plain-text grammar; a malformed one is the reason, as text.
+
+    A last call without its closing tag, which was cut or is not well formed, is malformed as well.
+    """
+    calls = [_read_call(body) for body in CALL.findall(text)]
+    unclosed = OPENING.search(CALL.sub("", text))
+    return calls if unclosed is None else [*calls, f"the call has no end: write </{unclosed[1]}> behind it"]
 
 
 def _read_call(body: str) -> Call | str:

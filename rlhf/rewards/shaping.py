@@ -33,7 +33,8 @@ class ShapingConfig(Section):
     """The penalty at max_new_tokens if overlong_buffer is set."""
     normalize: Literal["scale", "standardize"] | None = None
     """Divide the shaped scores of training by the standard deviation of all scores of the run so far (scale), or
-    subtract their mean first (standardize); null: off. Checkpoints contain mean and deviation."""
+    subtract their mean first (standardize); null: off. With an environment the rewards of turns are divided too.
+    Checkpoints contain mean and deviation."""
 
     def normalized(self, values: Float[Tensor, " B"], moments: Moments) -> Float[Tensor, " B"]:
         """Divide scores by the deviation of all scores so far, after their mean is subtracted if asked.
@@ -41,7 +42,11 @@ class ShapingConfig(Section):
         scale: s / std      standardize: (s - mean) / std
         """
         shift = moments.mean if self.normalize == "standardize" else 0.0
-        return (values - shift) / max(moments.std, LEAST_STD)
+        return (values - shift) / self.divisor(moments)
+
+    def divisor(self, moments: Moments) -> float:
+        """Return the deviation that scores are divided by."""
+        return max(moments.std, LEAST_STD)
 
     def check_length(self, max_new_tokens: int) -> None:
         """Check that the penalty for overlong completions begins after their first token."""

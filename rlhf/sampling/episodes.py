@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf.batching import extend
 from rlhf.data.bridge import make_bridge, writes_tools
 from rlhf.data.conversation import Message
-from rlhf.data.prompts import CONVERSATION, MESSAGES, SOURCE
+from rlhf.data.prompts import CONVERSATION, MESSAGES, SOURCE, own_prompt
 from rlhf.data.rows import BadRow
 from rlhf.data.tokenizer import Encoder, left_pad
 from rlhf.environments.host import Act, Begin, End, HostReply, HostRequest
@@ -65,6 +65,7 @@ class Episode:
     rewards: dict[int, float] = field(default_factory=dict)  # by position: the last action token of a turn
     stop: StopReason = StopReason.NONE
     ended: bool = False  # the last action ended by itself, and was not cut
+    has_cuts: bool = False  # an action was cut
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def act(self, ids: Sequence[int], logprobs: Sequence[float], turn: int, *, ended: bool) -> None:
@@ -74,6 +75,7 @@ class Episode:
         self.is_action += [True] * len(ids)
         self.turns += [turn] * len(ids)
         self.ended = ended
+        self.has_cuts |= not ended
 
     def observe(self, ids: Sequence[int]) -> None:
         """Add tokens that the policy reads and did not write."""
@@ -159,11 +161,7 @@ class EpisodeSampler:
         self._check_faults(episodes)
         if unclosed := [answer.reason for answer in closed if isinstance(answer, Fault)]:
             self.note(f"warning: {len(unclosed)} of {len(episodes)} environments did not close: {unclosed[0]}")
-        if first is None and not self._faults:
-            raise RewardError(
-                f"no episode could begin: the first observation of {self.config.target!r} leaves no room for an action "
-                f"in the model's context of {self.context}; shorten it, or lower sampling.max_new_tokens"
-            )
+        self._check_begun(episodes, any_begun=first is not None)
         self.counts.episodes += len(episodes)
         return self._collect(rows, episodes, first, group_size)
 
@@ -302,6 +300,12 @@ class EpisodeSampler:
     def _fits(self, episode: Episode, more: int) -> bool:
         return self.context is None or len(episode.prompt) + len(episode.ids) + more <= self.context
 
+    def _is_whole(self, episode: Episode) -> bool:
+        """Return whether algorithm.mask_truncated keeps an episode; truncation=drop leaves out by the limit alone."""
+        if self.config.truncation == "drop":
+            return not episode.stop.cuts
+        return episode.stop is StopReason.TERMINATED and episode.ended
+
     def _fail(self, episode: Episode, fault: Fault) -> None:
         """End an episode whose environment failed, by the rule of environment.on_error."""
         episode.stop = StopReason.ERROR
@@ -330,6 +334,28 @@ class EpisodeSampler:
                 f"The first: {self._faults[0]}"
             )
         self.note(f"warning: {failed}: {self._faults[0]}")
+
+    def _check_begun(self, episodes: Sequence[Episode], *, any_begun: bool) -> None:
+        """Report the episodes whose first observation leaves no room for an action.
+
+        Raises:
+            RewardError: no episode could begin, and not because environments failed.
+        """
+        room = (
+            f"leaves no room for an action of sampling.max_new_tokens={self.max_new_tokens} in the model's context of "
+            f"{self.context}"
+        )
+        if not any_begun and not self._faults:
+            raise RewardError(
+                f"no episode could begin: the first observation of {self.config.target!r} {room}; shorten it, or lower "
+                "sampling.max_new_tokens"
+            )
+        not_begun = sum(episode.stop is StopReason.CONTEXT and not episode.ids for episode in episodes)
+        if not_begun:
+            self.note(
+                f"warning: {not_begun} of {len(episodes)} episodes could not begin, and are left out: their first "
+                f"observation {room}"
+            )
 
     def _ask(self, requests: Iterable[HostRequest]) -> list[HostReply]:
         """Answer requests, each on the rank that has the episode's environment; every rank gets all answers."""
@@ -364,12 +390,13 @@ class EpisodeSampler:
             completion_ids=_padded([episode.ids for episode in episodes], width, self.encoder.pad_id),
             completion_mask=mask,
             sampler_logprobs=_padded([episode.logprobs for episode in episodes], width, 0.0).to(dtype),
-            finished=torch.tensor([e.stop is StopReason.TERMINATED and e.ended for e in episodes]),
+            finished=torch.tensor([not episode.has_cuts for episode in episodes]),
             group_size=group_size,
             episode_actions=_padded([episode.is_action for episode in episodes], width, False),
             episode_turns=_padded([episode.turns for episode in episodes], width, 0),
             episode_rewards=torch.tensor(rewards, dtype=torch.float32),
             episode_stops=torch.tensor([int(episode.stop) for episode in episodes]),
+            episode_whole=torch.tensor([self._is_whole(episode) for episode in episodes]),
         )
 
 
@@ -380,7 +407,8 @@ def _padded(rows: Sequence[Sequence[Any]], width: int, fill: Any) -> Tensor:
 
 def _options(reference: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a row, as its environment's reset gets them."""
-    return {name: value for name, value in reference.items() if name not in OWN_COLUMNS}
+    columns = {name: value for name, value in reference.items() if name not in OWN_COLUMNS}
+    return columns | ({"prompt": own_prompt(reference)} if "prompt" in columns else {})
 
 
 def make_episode_sampler(

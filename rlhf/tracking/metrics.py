@@ -238,7 +238,7 @@ advantage/p95         | score    | 5 % of the advantages are higher, before whit
     chart/optimization: 3
 completion/length     | tokens   | mean length, EOS included
     label: length; chart/completions: 1 Length; progress/online: 5
-completion/finished   | share    | completions that ended with EOS
+completion/finished   | share    | completions that ended with EOS; episodes of which every action did
     chart/completions: 2 Finished
 completion/count      | count    | completions sampled since the start of the run, including those not trained on
     curve: exact; chart/completions: 7 Sampled so far; tile: 8 Completions sampled
@@ -288,6 +288,8 @@ env/tokens            | tokens   | mean tokens of an episode that its environmen
     chart/environment: 5 Tokens of the environment
 env/error             | share    | episodes whose environment raised, hung, or returned no valid step
     better: lower; chart/environment: 6 Failures of environments
+env/not_begun         | share    | episodes left out, because their first observation leaves no room for an action
+    better: lower; chart/environment: 6
 env/malformed         | count    | mean actions of an episode that the environment could not read (info["malformed"])
     better: lower; chart/environment: 7 Actions that could not be read
 env/cut_actions       | count    | mean actions of an episode that sampling.max_new_tokens cut
@@ -398,7 +400,7 @@ eval/reference_perplexity | -     | perplexity of the held-out completions under
     chart/kl: 5 Perplexity under the reference; tile: 6 Perplexity under the reference
 eval/length           | tokens   | mean length of held-out completions
     chart/completions: 1; tile: 2 Held-out length, tokens; summary: 4; compare/curve: 4 Length; compare/end: 5 length
-eval/finished         | share    | held-out completions that ended with EOS
+eval/finished         | share    | held-out completions that ended with EOS; episodes of which every action did
     chart/completions: 2; tile: 3 Held-out finished; compare/end: 6 finished
 eval/turns            | count    | mean number of actions of a held-out episode
     chart/environment: 2

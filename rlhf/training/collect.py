@@ -64,6 +64,10 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
     if run.episodes is not None:
         for name, value in run.episodes.take_metrics().items():
             collected.metrics.add(name, value)
+    lagrange, state = run.algorithm.lagrange, run.session.state
+    if lagrange is not None:
+        multiplier = lagrange.in_use(state.multiplier, violation=state.violation)
+        collected = replace(collected, scores=replace(collected.scores, scale=lagrange.score_weight(multiplier)))
     if run.config.reward.shaping.normalize is not None:
         collected = normalize_scores(run, collected)
     if run.ahead is not None:

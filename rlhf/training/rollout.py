@@ -113,6 +113,7 @@ def compute_logprobs_and_values(
         completions,
         final_values=final_values,
         scores=scores.values.to(logprobs.dtype),
+        turn_scale=scores.scale,
         baselines=(torch.zeros_like(scores.values) if baselines is None else baselines).to(logprobs.dtype),
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,
@@ -349,6 +350,7 @@ def episode_metrics(completions: Completions) -> Metrics:
             "env/turns": Mean.of(turns, kept),
             "env/tokens": Mean.of((completions.completion_mask & ~mask).sum(dim=1), kept),
             "env/error": Mean.of(completions.stops == StopReason.ERROR),
+            "env/not_begun": Mean.of((completions.stops == StopReason.CONTEXT) & ~kept),
         }
     )
     for turn in range(int(turns.max())):

@@ -27,7 +27,9 @@ def normalize_scores(run: OnlineRun, collected: Collected) -> Collected:
         collected,
         score_moments=asdict(moments),
         scores=Scores(
-            values=shaping.normalized(scores.values, moments), parts={**scores.parts, REWARD: reward_of(scores)}
+            values=shaping.normalized(scores.values, moments),
+            parts={**scores.parts, REWARD: reward_of(scores)},
+            scale=1.0 / shaping.divisor(moments),
         ),
         baselines=shaping.normalized(baselines, moments) if run.algorithm.advantage.needs_greedy else baselines,
     )

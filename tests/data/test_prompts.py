@@ -11,7 +11,7 @@ from made_tokenizers import byte_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PromptsConfig
-from rlhf.data.prompts import PromptSet, PromptStream, prompt_pipeline
+from rlhf.data.prompts import PromptSet, PromptStream, own_prompt, prompt_pipeline
 from rlhf.data.rows import place_of
 from rlhf.errors import DataError
 from rlhf.types import Prompts
@@ -47,6 +47,16 @@ def test_prompts_are_left_padded_and_keep_their_columns(write: Write, plain: Pre
     assert prompts.prompt_mask.tolist() == [[True] * 4, [False, False, True, True]]
     assert prompts.references == ({"prompt": "abc", "answer": 7}, {"prompt": "d", "answer": 8})
     assert prompts.row_ids.tolist() == [0, 1]
+
+
+def test_the_own_prompt_of_a_reference_is_the_value_of_its_row(
+    write: Write, plain: PreTrainedTokenizerBase, chatml: PreTrainedTokenizerBase
+) -> None:
+    values = ["abc", [{"role": "user", "content": "abc"}]]
+    templated = load(write([{"prompt": value} for value in values]), chatml)
+    assert [own_prompt(reference) for reference in templated.references] == values
+    assert all(reference["prompt"] != "abc" for reference in templated.references)
+    assert own_prompt(load(write([{"prompt": "abc"}]), plain).references[0]) == "abc"
 
 
 def test_a_fresh_stream_gives_the_same_batch(seven: PromptSet) -> None:

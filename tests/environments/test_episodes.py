@@ -11,21 +11,25 @@ import pytest
 import runs
 import torch
 import word_games
+import word_rewards
 from quick import quick
 from torch import Tensor
 
+from rlhf.algo.moments import Moments
 from rlhf.batching import concat
 from rlhf.environments.host import Act, Begin, End
 from rlhf.environments.pool import EnvironmentPool
 from rlhf.environments.protocol import Fault
 from rlhf.errors import RewardError
 from rlhf.experience import compute_advantages
+from rlhf.rewards.cost import COST
 from rlhf.sampling.episodes import EpisodeSampler
 from rlhf.sampling.fast import prefix_cache
 from rlhf.training.annotate import annotate
 from rlhf.training.collect import fill_failed, sample_and_score
 from rlhf.training.online_run import OnlineRun
-from rlhf.types import Completions, StopReason
+from rlhf.training.rollout import episode_metrics
+from rlhf.types import Completions, Experience, StopReason
 
 EOS = 2
 
@@ -307,13 +311,73 @@ def test_bootstrap_reads_the_last_observation_and_learns_no_token_of_it(tmp_path
         assert float(experience.returns[row, last]) == pytest.approx(bootstrapped, abs=1e-5)
 
 
+def test_normalized_rewards_of_turns_keep_their_places(tmp_path: Path) -> None:
+    """Divided like the scores: what is left for the last token is the penalty, and no correction of the turns."""
+    shaping = {"normalize": "scale", "missing_eos_penalty": 4.0}
+    run = runs.online({**tree(tmp_path), "reward": {"shaping": shaping}})
+    collected = sample_and_score(run, 1)
+    assert collected is not None
+    assert collected.score_moments is not None
+    std = Moments(**collected.score_moments).std
+    experience = compute_advantages(annotate(run, collected), run.algorithm, run.coefs)
+    assert abs(std - 1) > 0.1
+    pays_only_at_the_end(experience, 1 / std, torch.where(experience.finished, 0.0, 4.0 / std))
+
+
+def pays_only_at_the_end(experience: Experience, scale: float, price: Tensor) -> None:
+    """Check that the rewards of turns are multiplied where they are, and that the last token alone pays the price."""
+    expected = experience.turn_rewards * scale
+    places = torch.where(experience.action_mask, torch.arange(expected.shape[1]), -1).amax(dim=1)
+    expected[torch.arange(len(expected)), places] -= price
+    torch.testing.assert_close(experience.rewards, expected.to(experience.rewards), rtol=0, atol=1e-5)
+    assert (experience.turn_rewards != 0).sum() > len(expected)
+    assert (price != 0).any()
+
+
+def test_a_cost_is_paid_at_the_end_and_moves_no_reward_of_a_turn(tmp_path: Path) -> None:
+    """The reward is weighed by 1 / (1 + 0.5), and the cost by 0.5 / (1 + 0.5)."""
+    cost = {"type": "function", "target": f"{word_rewards.__file__}:count_good"}
+    settings = {**tree(tmp_path), "reward": {"cost": {"source": cost}}}
+    settings["algorithm"] = {"preset": "ppo_lag", "lagrange": {"cost_limit": 1.0, "start": 0.5}}
+    run = runs.online(settings)
+    collected = sample_and_score(run, 1)
+    assert collected is not None
+    experience = compute_advantages(annotate(run, collected), run.algorithm, run.coefs)
+    pays_only_at_the_end(experience, 1 / 1.5, 0.5 / 1.5 * collected.scores.parts[COST])
+
+
 def test_drop_leaves_cut_episodes_out_of_the_loss(tmp_path: Path) -> None:
     run = runs.online(tree(tmp_path, max_turns=2, truncation="drop"))
     experience = _experience(run)
-    cut = ~experience.finished
-    assert cut.any()
-    assert not cut.all()
-    assert not experience.loss_mask[cut].any()
+    limited, terminated = (experience.stops == stop for stop in (StopReason.MAX_TURNS, StopReason.TERMINATED))
+    assert limited.any()
+    assert not experience.loss_mask[limited].any()
+    assert (terminated & ~experience.finished).any(), "the task is over, though an action was cut"
+    assert torch.equal(experience.loss_mask[terminated], experience.action_mask[terminated])
+
+
+def test_mask_truncated_leaves_out_what_a_limit_or_a_cut_last_action_ended(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path, max_turns=2), "algorithm.mask_truncated=true")
+    experience = _experience(run)
+    ends = [ends_of_turns(experience, row)[-1] for row in range(len(experience))]
+    kept = (experience.stops == StopReason.TERMINATED) & torch.tensor(ends)
+    assert 0 < kept.sum() < (experience.stops == StopReason.TERMINATED).sum()
+    assert torch.equal(experience.loss_mask, experience.action_mask & kept[:, None])
+
+
+def ends_of_turns(rows: Completions, row: int) -> list[bool]:
+    """Return of each action of an episode whether it ended with EOS."""
+    count = int(rows.turns[row].max()) + 1
+    actions = [rows.completion_ids[row][rows.action_mask[row] & (rows.turns[row] == turn)] for turn in range(count)]
+    return [int(action[-1]) == EOS for action in actions]
+
+
+def test_an_episode_is_finished_if_no_action_was_cut_whatever_ended_it(tmp_path: Path) -> None:
+    rows = played(runs.online(tree(tmp_path, max_turns=2)))
+    assert rows.finished.tolist() == [all(ends_of_turns(rows, row)) for row in range(len(rows))]
+    limited = rows.stops == StopReason.MAX_TURNS
+    assert (rows.finished & limited).any()
+    assert (~rows.finished & ~limited).any()
 
 
 @pytest.mark.parametrize("preset", quick(["ppo", "grpo", "gspo", "online_dpo", "trpo"], ["ppo", "grpo", "online_dpo"]))
@@ -338,15 +402,44 @@ def test_a_first_observation_without_room(tmp_path: Path) -> None:
     assert all(str(reference["prompt"]).endswith("\n\nred red red") for reference in rows.references)
 
 
-def test_the_prompt_of_an_episode_is_the_text_that_the_model_reads(tmp_path: Path) -> None:
-    """With the template's marks, as of a run without an environment."""
-    template = tmp_path / "template.jinja"
+def test_episodes_that_could_not_begin_are_counted_and_noted(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path, "Wordy", kwargs={"words": 80, "prompt": "red one"}))
+    notes: list[str] = []
+    assert run.episodes is not None
+    run.episodes.note = notes.append
+    rows = played(run)
+    long = torch.tensor([str(reference["prompt"]).count("red") > 80 for reference in rows.references])
+    assert int(long.sum()) == 2
+    assert torch.equal(rows.stops == StopReason.CONTEXT, long)
+    assert torch.equal(~rows.counted, long)
+    assert notes == [
+        "warning: 2 of 32 episodes could not begin, and are left out: their first observation leaves no room for an "
+        "action of sampling.max_new_tokens=6 in the model's context of 64"
+    ]
+    assert episode_metrics(rows)["env/not_begun"] == 2 / 32
+    _close(run)
+
+
+def templated(folder: Path, **kwargs: Any) -> OnlineRun:
+    """A run of Wordy with a chat template, whose mark of the user is `blue`."""
+    template = folder / "template.jinja"
     template.write_text(
         "{% for message in messages %}{{ 'blue ' if message['role'] == 'user' else 'two ' }}"
         "{{ message['content'] }}{{ '<eos>' }}{% endfor %}{% if add_generation_prompt %}two {% endif %}"
     )
-    settings = runs.merge(tree(tmp_path, "Wordy", kwargs={"words": 2}), {"data": {"chat_template": str(template)}})
-    run = runs.online(settings)
+    return runs.online(runs.merge(tree(folder, "Wordy", kwargs=kwargs), {"data": {"chat_template": str(template)}}))
+
+
+def test_an_environment_gets_the_prompt_as_it_is_in_the_row(tmp_path: Path) -> None:
+    rows = played(templated(tmp_path, words=5, prompt="red one"))
+    prompts = [str(reference["prompt"]) for reference in rows.references]
+    assert [prompt.count("red red red red red") for prompt in prompts].count(1) == 2
+    assert sum("red one\n\nred red red red red<eos>" in prompt for prompt in prompts) == 2
+
+
+def test_the_prompt_of_an_episode_is_the_text_that_the_model_reads(tmp_path: Path) -> None:
+    """With the template's marks, as of a run without an environment."""
+    run = templated(tmp_path, words=2)
     rows = played(run)
     assert run.episodes is not None
     tokenizer = run.episodes.encoder.tokenizer

@@ -38,6 +38,8 @@ def test_the_environment_gives_the_reward(tmp_path: Path) -> None:
         ({"overlap": {"ahead": True}}, "overlap.ahead=false"),
         ({"overlap": {"reward_parts": 2}}, "overlap.reward_parts=1"),
         ({"reward": {"shaping": {"overlong_buffer": 2}}}, "overlong_buffer"),
+        ({"reward": {"shaping": {"clip": 5.0}}}, r"reward\.shaping\.clip: .*clip the rewards in step"),
+        ({"reward": {"shaping": {"normalize": "standardize"}}}, r"set reward\.shaping\.normalize=scale"),
         (
             {
                 "algorithm": {"preset": "grpo"},
@@ -57,6 +59,15 @@ def test_the_environment_gives_the_reward(tmp_path: Path) -> None:
 def test_what_is_refused_and_how(tmp_path: Path, changes: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         runs.online(runs.merge(tree(tmp_path), changes))
+
+
+WHOLE_RETURNS = {"algorithm": {"preset": "grpo"}, "sampling": {"completions_per_prompt": 2}}
+
+
+@pytest.mark.parametrize("changes", [{"environment": {"max_turns": 1}}, WHOLE_RETURNS])
+def test_one_turn_and_whole_returns_may_be_clipped_and_standardized(tmp_path: Path, changes: Mapping[str, Any]) -> None:
+    made = config(tmp_path, **changes, reward={"shaping": {"clip": 5.0, "normalize": "standardize"}})
+    assert made.reward.shaping.clip == 5.0
 
 
 def test_a_source_without_an_environment_is_refused(tmp_path: Path) -> None:

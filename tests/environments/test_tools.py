@@ -27,6 +27,7 @@ from rlhf.environments.protocol import (
     checked_reset,
     checked_step,
 )
+from rlhf.environments.textarena import Game
 from rlhf.environments.tools import FunctionTools, ToolEnvironment, read_calls, tool_guide, tool_of
 from rlhf.errors import ConfigError
 
@@ -85,9 +86,22 @@ def test_calls_are_read_from_text() -> None:
     assert read_calls("no call") == []
 
 
+@pytest.mark.parametrize("tag", ["tool", "tool_call"])
+def test_a_call_without_its_closing_tag_is_malformed_and_no_answer(tag: str) -> None:
+    tools = FunctionTools([power], reward=lambda answer, row: 1.0)
+    tools.reset(options={})
+    unclosed, no_end = f'<{tag}>{{"name": "power"', f"error: the call has no end: write </{tag}> behind it"
+    assert tools.step(unclosed) == (no_end, 0.0, False, False, {"tool_calls": 1, "tool_errors": 1})
+    call = f'<{tag}>{{"name": "power", "arguments": {{"base": 3}}}}</{tag}>'
+    told, _, over, _, info = tools.step(call + unclosed)
+    assert told.splitlines() == ["9", no_end]
+    assert (over, info) == (False, {"tool_calls": 2, "tool_errors": 1})
+
+
 def test_no_text_of_a_policy_stops_the_reading_of_calls() -> None:
     started = time.perf_counter()
-    assert read_calls("<tool>" + " " * 4000) == []
+    assert read_calls("<tool>" + " " * 4000) == ["the call has no end: write </tool> behind it"]
+    assert len(read_calls("<tool>" * 1000)) == 1
     assert time.perf_counter() - started < 1  # minutes, if each division of the white space is tried
     assert "no JSON" in read_calls(f"<tool>{'[' * 5000}</tool>")[0]  # type: ignore[operator]
 
@@ -263,7 +277,7 @@ def test_an_environment_of_a_library_has_keywords_of_its_own(
 
     def make(*_: Any, deck: list[str], **__: Any) -> SimpleNamespace:
         taken.append(deck.pop())
-        return SimpleNamespace(unwrapped=SimpleNamespace(action_space=None))
+        return SimpleNamespace(action_space=None)
 
     class Made(list[dict[str, str]]):
         def __init__(self, *_: Any, deck: list[str], **__: Any) -> None:
@@ -344,6 +358,38 @@ def test_global_generators_are_each_episodes_own() -> None:
     assert isinstance(host.handle(Act(3, "")), Fault)
 
 
+class Echo:
+    """A TextArena game that repeats the move, as `form` writes it."""
+
+    def __init__(self, form: str) -> None:
+        self.form, self.text = form, "\n[GAME] Guess."
+
+    def reset(self, **_: Any) -> None:
+        pass
+
+    def get_observation(self) -> tuple[int, str]:
+        return 0, self.text
+
+    def step(self, action: str) -> tuple[bool, Any]:
+        self.text += f"{self.form.replace('MOVE', action)}\n[GAME] Higher."
+        return False, {}
+
+
+@pytest.mark.parametrize("form", ["\n[Player] MOVE", "\n[Player] [MOVE]", "\n[GAME] [MOVE]", "\nMOVE", ""])
+@pytest.mark.parametrize("move", ["5", " 5 \n", "I say\n(5", "", "[5]"])
+def test_a_move_is_not_told_again(form: str, move: str) -> None:
+    game = Game(Echo(form))
+    assert game.reset()[0] == "[GAME] Guess."
+    assert [game.step(move)[0] for _ in range(2)] == ["[GAME] Higher."] * 2
+
+
+def make_told(make: Any, move: str) -> str:
+    """Return the answer of a new game to a move."""
+    game = make()
+    game.reset(seed=3)
+    return str(game.step(move)[0])
+
+
 def test_text_arena() -> None:
     pytest.importorskip("textarena")
     make = load_environment("textarena:GuessTheNumber-v0", {})
@@ -354,6 +400,7 @@ def test_text_arena() -> None:
     told, reward, over, _, _ = first.step("[5]")
     assert told == "[GAME] The target number is higher."
     assert (reward, over) == (0.0, False)
+    assert make_told(make, "5 ").startswith("[GAME] You attempted an invalid move.")
     for guess in range(6, 21):
         _, reward, over, _, _ = first.step(f"[{guess}]")
         if over:
@@ -389,6 +436,58 @@ def test_gymnasium() -> None:
     assert (told, reward, over, info) == ("Answer with one whole number from 0 to 3.", 0.0, False, {"malformed": 1.0})
     with pytest.raises(ConfigError, match="FrozenLak"):
         load_environment("gym:FrozenLak-v1", {})
+
+
+GYM_PACKAGE = """
+import gymnasium
+
+class Counted(gymnasium.Env):
+    observation_space = action_space = gymnasium.spaces.Text(20)
+
+    def __init__(self, closed=None):
+        self.closed = closed
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "start", {}
+
+    def close(self):
+        self.closed("closed")
+
+    def step(self, action):
+        return "went " + action, 1.0, False, False, {}
+
+def wrapped(closed=None):
+    return gymnasium.wrappers.TransformReward(Counted(closed), lambda reward: 10 * reward)
+
+gymnasium.register("Wrapped-v0", entry_point=wrapped, max_episode_steps=2)
+"""
+
+
+def test_gymnasium_keeps_wrappers_and_limit_of_an_id_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    (tmp_path / "counted_envs.py").write_text(GYM_PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(gymnasium.registry, "Wrapped-v0", None)  # so that it is removed after the test
+    del gymnasium.registry["Wrapped-v0"]
+    environment = load_environment("gym:counted_envs:Wrapped-v0", {})()
+    assert environment.reset(seed=1)[0] == "start"
+    assert environment.step("on") == ("went on", 10.0, False, False, {})
+    assert environment.step("on") == ("went on", 10.0, False, True, {})
+    unlimited = load_environment("gym:counted_envs:Wrapped-v0", {"max_episode_steps": -1})()
+    unlimited.reset(seed=1)
+    assert not any(unlimited.step("on")[3] for _ in range(3))
+    closed: list[str] = []
+    host = Host(load_environment("gym:counted_envs:Wrapped-v0", {"closed": closed.append}))
+    host.handle(Begin(1, 5, {}))
+    assert host.handle(End(1)) is None
+    assert closed == ["closed"]
+    with pytest.raises(ConfigError, match="no module 'counted_env'"):
+        load_environment("gym:counted_env:Wrapped-v0", {})
+    with pytest.raises(ConfigError, match=r"Wraped.*did you mean Wrapped-v0"):
+        load_environment("gym:counted_envs:Wraped-v0", {})
 
 
 class Discrete:

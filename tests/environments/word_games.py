@@ -113,12 +113,14 @@ class Failing(Colors):
 
 
 class Wordy(Colors):
-    """Begins with a long observation."""
+    """Begins with a long observation, for every row or for those of one prompt."""
 
-    def __init__(self, words: int) -> None:
+    def __init__(self, words: int, prompt: str | None = None) -> None:
         super().__init__()
-        self.words = words
+        self.words, self.prompt = words, prompt
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        return " ".join(["red"] * self.words), {}
+        assert options is not None
+        is_long = self.prompt in (None, options["prompt"])
+        return " ".join(["red"] * (self.words if is_long else 1)), {}

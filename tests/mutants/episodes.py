@@ -29,7 +29,7 @@ EPISODES = [
     Mutant(
         name="rewards-of-turns-at-the-end",
         file="rlhf/experience.py",
-        before="token_rewards(rollout.scores, penalty, mask, rollout.episode_rewards)",
+        before="token_rewards(rollout.scores, penalty, mask, turn_rewards)",
         after="token_rewards(rollout.scores, penalty, mask)",
         why="a turn is paid at the end of the episode: with lambda below 1 its actions learn less of it (miles 1827)",
         tests=EXACT,

@@ -184,7 +184,7 @@ POLICY_LOSSES = [
     Mutant(
         name="truncated-rows-in-the-denominator",
         file="rlhf/objective.py",
-        before="return batch.action_mask & batch.finished[:, None]",
+        before="return batch.action_mask & batch.whole[:, None]",
         after="return batch.action_mask",
         why="the critic learns from completions that were cut off, though they are to be left out",
         tests=("tests/algo/test_objective.py",),
