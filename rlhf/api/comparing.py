@@ -29,7 +29,7 @@ from rlhf.factory.functions import check_functions
 from rlhf.guard.lint import lint
 from rlhf.models.folders import MODEL
 from rlhf.runtime.distributed import world_size_from_env
-from rlhf.tracking.run_folder import write_atomically
+from rlhf.tracking.run_folder import FolderLock, write_atomically
 from rlhf.tracking.view import View
 
 EXACT_FRONTIER = "exact_frontier.json"
@@ -51,7 +51,7 @@ def run_compare(
         True if every cell was run or tried, False if the user stopped the comparison.
 
     Raises:
-        UserError: the comparison is invalid. An arm that fails is not an error.
+        UserError: the comparison is invalid, or another process uses its folder. An arm that fails is not an error.
     """
     if world_size_from_env() > 1:
         raise ConfigError(
@@ -65,12 +65,17 @@ def run_compare(
         if not _prepare_lab(plan, config.lab, view.run):
             return False
         check_arm_files(plan)
+    start = start or partial(CellProcess, jobs=config.jobs, processes=config.processes)
+    with FolderLock(plan.folder, "out_dir"):
+        return _run(plan, beside, start, view)
+
+
+def _run(plan: CellPlan, beside: Path, start: StartCell, view: ComparisonView) -> bool:
+    """Run and report a comparison whose folder no other process uses; return False if it was stopped."""
     for cell in plan.untuned():
         check_owner(cell)  # of all cells, before anything in the folder changes
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    settings = {**dump(config), "base": str(locate_base(config, beside))}
+    settings = {**dump(plan.config), "base": str(locate_base(plan.config, beside))}
     write_atomically(plan.folder / COMPARE_CONFIG, format_yaml(settings))
-    start = start or partial(CellProcess, jobs=config.jobs, processes=config.processes)
     plan, complete = _run_arms(plan, beside, start, view)
     if not complete:
         view.run.note(f"stopped; {how_to_continue()} from here")

@@ -177,8 +177,9 @@ class _Scheduler:
                 continue
             del self.slots[number]
             if outcome == "failed" and (self.stopping or self.stop.requested):
-                (slot.cell.folder / FAILED).unlink(missing_ok=True)  # asked to stop: not a failure of the cell
-                outcome = "interrupted"
+                outcome = "interrupted"  # asked to stop: not a failure of the cell
+            if outcome != "failed":
+                (slot.cell.folder / FAILED).unlink(missing_ok=True)
             self.board.cell_ended(slot.cell)
             if outcome == "interrupted":
                 self._stop()
