@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhf.comparison.costs import COSTS, Costs
+from rlhf.comparison.inputs import FIXED, Readers, code_notes, first_readers, other_inputs, read_inputs
 from rlhf.comparison.pairs import PAIRS
 from rlhf.comparison.plan import Cell, CellPlan
 from rlhf.comparison.results import (
@@ -84,7 +85,26 @@ class CellResult:
 def read_cells(plan: CellPlan) -> list[CellResult]:
     """Read the folder of every cell; one that cannot be compared with the start model has no judgment."""
     pairs = {PAIRS} if plan.config.pairs is not None else set()
-    return comparable([_read(cell, pairs) for cell in plan.cells])
+    return comparable(same_inputs([_read(cell, pairs) for cell in plan.cells]))
+
+
+def same_inputs(cells: Sequence[CellResult]) -> list[CellResult]:
+    """Take away the judgments of cells that read other weights or rows than the first cells that read them."""
+    first = first_readers(result.cell for result in cells if result.judged is not None)
+    return [_with_same_inputs(result, first) for result in cells]
+
+
+def _with_same_inputs(result: CellResult, first: Readers) -> CellResult:
+    if result.judged is None:
+        return result
+    for kind, path, label in other_inputs(read_inputs(result.cell.folder), first):
+        if kind != "code":
+            error = (
+                f"{FIXED[kind].format(path)} were not the same as for {label}, so the two cannot be compared: choose "
+                "another out_dir, or remove this folder to run it again"
+            )
+            return replace(result, judged=None, error=error)
+    return result
 
 
 def comparable(cells: Sequence[CellResult]) -> list[CellResult]:
@@ -110,8 +130,8 @@ def _comparable(result: CellResult, start: Judgment | None) -> CellResult:
     shared = sum(prompt == other for prompt, other in zip(result.judged.prompts, start.prompts, strict=False))
     error = (
         f"it read {len(result.judged.rows)} held-out prompts and the start model {len(start.rows)}, of which {shared} "
-        "are the same row by row, so the two cannot be compared: set data.eval_prompts.max_prompt_tokens in shared so "
-        "that every arm reads the same, and choose another out_dir"
+        "are the same row by row, so the two cannot be compared: if one left out prompts as too long, set "
+        "data.eval_prompts.max_prompt_tokens in shared, and choose another out_dir"
     )
     return replace(result, judged=None, error=error)
 
@@ -143,7 +163,10 @@ def summarize(plan: CellPlan, cells: Sequence[CellResult]) -> ComparisonResults:
         suite_differences=tuple(_suite_differences(arms, start_model.suites)),
         evaluations=tuple(evaluation for result in cells for evaluation in result.evaluations),
         best_of_n={name: curve for name, arm_cells in arms.items() if (curve := _curve(arm_cells))},
-        notes=tuple(note for result in cells for note in result.notes),
+        notes=(
+            *(note for result in cells for note in result.notes),
+            *code_notes([result.cell for result in cells if result.judged is not None]),
+        ),
         tuning=read_tuning(config, plan.folder, arms, [row["prompt"] for row in _judgments(start)[0].rows]),
     )
 
