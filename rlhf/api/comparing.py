@@ -12,11 +12,13 @@ from pathlib import Path
 from rlhf.api.checks import check_arm_files
 from rlhf.api.lab import check_lab_folder, prepare_lab
 from rlhf.comparison.aggregate import read_cells, summarize, write_results
+from rlhf.comparison.inputs import Digests, check_inputs
 from rlhf.comparison.page import comparison_charts, write_compare_page
 from rlhf.comparison.pairs import judge_pairs
 from rlhf.comparison.plan import Cell, CellPlan, check_owner, locate_base, plan_cells, read_plan, trained_arms
 from rlhf.comparison.results import ComparisonResults, FrontierPoint
-from rlhf.comparison.scheduler import CellProcess, StartCell, check_devices, run_cells, visible_devices
+from rlhf.comparison.scheduler import CellProcess, StartCell, check_devices, is_over, run_cells, visible_devices
+from rlhf.comparison.trial import JUDGED
 from rlhf.comparison.tuning.plan import tuned_config
 from rlhf.comparison.tuning.run import Chosen, run_tuning
 from rlhf.comparison.view import ComparisonView
@@ -29,7 +31,7 @@ from rlhf.factory.functions import check_functions
 from rlhf.guard.lint import lint
 from rlhf.models.folders import MODEL
 from rlhf.runtime.distributed import world_size_from_env
-from rlhf.tracking.run_folder import write_atomically
+from rlhf.tracking.run_folder import FolderLock, write_atomically
 from rlhf.tracking.view import View
 
 EXACT_FRONTIER = "exact_frontier.json"
@@ -51,7 +53,7 @@ def run_compare(
         True if every cell was run or tried, False if the user stopped the comparison.
 
     Raises:
-        UserError: the comparison is invalid. An arm that fails is not an error.
+        UserError: the comparison is invalid, or another process uses its folder. An arm that fails is not an error.
     """
     if world_size_from_env() > 1:
         raise ConfigError(
@@ -65,13 +67,21 @@ def run_compare(
         if not _prepare_lab(plan, config.lab, view.run):
             return False
         check_arm_files(plan)
+    start = start or partial(CellProcess, jobs=config.jobs, processes=config.processes)
+    with FolderLock(plan.folder, "out_dir"):
+        return _run(plan, beside, start, view)
+
+
+def _run(plan: CellPlan, beside: Path, start: StartCell, view: ComparisonView) -> bool:
+    """Run and report a comparison whose folder no other process uses; return False if it was stopped."""
     for cell in plan.untuned():
         check_owner(cell)  # of all cells, before anything in the folder changes
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    settings = {**dump(config), "base": str(locate_base(config, beside))}
+    digests = Digests()
+    for warning in _check_inputs(plan, digests):
+        view.run.warning(warning)
+    settings = {**dump(plan.config), "base": str(locate_base(plan.config, beside))}
     write_atomically(plan.folder / COMPARE_CONFIG, format_yaml(settings))
-    start = start or partial(CellProcess, jobs=config.jobs, processes=config.processes)
-    plan, complete = _run_arms(plan, beside, start, view)
+    plan, complete = _run_arms(plan, beside, start, view, digests)
     if not complete:
         view.run.note(f"stopped; {how_to_continue()} from here")
     try:
@@ -83,13 +93,22 @@ def run_compare(
     return complete
 
 
-def _run_arms(plan: CellPlan, beside: Path, start: StartCell, view: ComparisonView) -> tuple[CellPlan, bool]:
+def _check_inputs(plan: CellPlan, digests: Digests) -> list[str]:
+    """Check that weights and rows are those of the finished cells; return a warning for each change of code."""
+    cells = [*plan.cells, *plan.trials]
+    judged = [cell for cell in cells if (cell.folder / JUDGED).is_file()]
+    return check_inputs(judged, [cell for cell in cells if not is_over(cell)], digests)
+
+
+def _run_arms(
+    plan: CellPlan, beside: Path, start: StartCell, view: ComparisonView, digests: Digests
+) -> tuple[CellPlan, bool]:
     """Run the arms, tuned first if the comparison tunes; return the plan that ran, and False if it was stopped."""
     if plan.config.tune is None:
-        return plan, run_cells(plan, start, view)
-    chosen = _tune(plan, start, view)
+        return plan, run_cells(plan, start, view, digests)
+    chosen = _tune(plan, start, view, digests)
     tuned = plan_cells(tuned_config(plan.config, chosen or {}), beside=beside, trials=False)
-    return tuned, chosen is not None and run_cells(tuned, start, view)
+    return tuned, chosen is not None and run_cells(tuned, start, view, digests)
 
 
 def failed_arms(folder: str) -> list[str]:
@@ -113,15 +132,15 @@ def check_arms(plan: CellPlan) -> None:
     check_arm_files(plan, Lookups(later=None if lab is None else Path(lab.folder)), check_functions)
 
 
-def _tune(plan: CellPlan, start: StartCell, view: ComparisonView) -> Chosen | None:
+def _tune(plan: CellPlan, start: StartCell, view: ComparisonView, digests: Digests) -> Chosen | None:
     """Judge the start model and tune every trained arm; return the values chosen, None if the user stopped it."""
     judged_first = [cell for cell in plan.cells if cell.arm == START_FOLDER]
-    if not run_cells(replace(plan, cells=judged_first), start, view):
+    if not run_cells(replace(plan, cells=judged_first), start, view, digests):
         return None
 
     def run(cells: Sequence[Cell], title: str) -> bool:
         view.run.heading(title)
-        return run_cells(replace(plan, cells=list(cells)), start, view)
+        return run_cells(replace(plan, cells=list(cells)), start, view, digests)
 
     return run_tuning(plan, run)
 

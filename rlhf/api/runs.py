@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +59,7 @@ from rlhf.runtime.seeding import derive_seed
 from rlhf.section import Section
 from rlhf.suites.questions import SuiteResult
 from rlhf.tracking.metrics import format_fixed, shown_in
-from rlhf.tracking.run_folder import RunFolder, write_atomically
+from rlhf.tracking.run_folder import FolderLock, RunFolder, write_atomically
 from rlhf.tracking.same_run import check_same_run
 from rlhf.user_code import OBJECT, target_of
 
@@ -667,7 +668,8 @@ def compare(
             given,
         )
     )
-    with called_from_python():
+    # Nobody is in a new folder; its lock would keep it from being removed on an error.
+    with called_from_python(), FolderLock(inputs.folder) if resume else nullcontext():
         with inputs.removed_on_error():
             inputs.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(inputs.folder / "base.yaml", format_yaml(base))

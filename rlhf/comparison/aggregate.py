@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from statistics import fmean
@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhf.comparison.costs import COSTS, Costs
+from rlhf.comparison.inputs import FIXED, Readers, code_notes, first_readers, other_inputs, read_inputs
 from rlhf.comparison.pairs import PAIRS
 from rlhf.comparison.plan import Cell, CellPlan
 from rlhf.comparison.results import (
@@ -41,7 +42,9 @@ from rlhf.comparison.trial import (
     paired_difference,
     read_curve,
     read_suites,
+    suite_file,
     summarize_suites,
+    unmeasured_suites,
 )
 from rlhf.comparison.tuning.run import read_tuning
 from rlhf.config.compare import START_FOLDER, CellConfig
@@ -71,6 +74,7 @@ class CellResult:
     costs: Costs | None
     suites: dict[str, SuiteScores]
     peak_memory_mb: float | None  # of the process that trained; None if nothing was trained
+    notes: tuple[str, ...] = ()  # caveats for the reader
 
     @property
     def status(self) -> Status:
@@ -81,7 +85,26 @@ class CellResult:
 def read_cells(plan: CellPlan) -> list[CellResult]:
     """Read the folder of every cell; one that cannot be compared with the start model has no judgment."""
     pairs = {PAIRS} if plan.config.pairs is not None else set()
-    return comparable([_read(cell, {*cell.config.suites, *pairs}) for cell in plan.cells])
+    return comparable(same_inputs([_read(cell, pairs) for cell in plan.cells]))
+
+
+def same_inputs(cells: Sequence[CellResult]) -> list[CellResult]:
+    """Take away the judgments of cells that read other weights or rows than the first cells that read them."""
+    first = first_readers(result.cell for result in cells if result.judged is not None)
+    return [_with_same_inputs(result, first) for result in cells]
+
+
+def _with_same_inputs(result: CellResult, first: Readers) -> CellResult:
+    if result.judged is None:
+        return result
+    for kind, path, label in other_inputs(read_inputs(result.cell.folder), first):
+        if kind != "code":
+            error = (
+                f"{FIXED[kind].format(path)} were not the same as for {label}, so the two cannot be compared: choose "
+                "another out_dir, or remove this folder to run it again"
+            )
+            return replace(result, judged=None, error=error)
+    return result
 
 
 def comparable(cells: Sequence[CellResult]) -> list[CellResult]:
@@ -107,8 +130,8 @@ def _comparable(result: CellResult, start: Judgment | None) -> CellResult:
     shared = sum(prompt == other for prompt, other in zip(result.judged.prompts, start.prompts, strict=False))
     error = (
         f"it read {len(result.judged.rows)} held-out prompts and the start model {len(start.rows)}, of which {shared} "
-        "are the same row by row, so the two cannot be compared: set data.eval_prompts.max_prompt_tokens in shared so "
-        "that every arm reads the same, and choose another out_dir"
+        "are the same row by row, so the two cannot be compared: if one left out prompts as too long, set "
+        "data.eval_prompts.max_prompt_tokens in shared, and choose another out_dir"
     )
     return replace(result, judged=None, error=error)
 
@@ -140,6 +163,10 @@ def summarize(plan: CellPlan, cells: Sequence[CellResult]) -> ComparisonResults:
         suite_differences=tuple(_suite_differences(arms, start_model.suites)),
         evaluations=tuple(evaluation for result in cells for evaluation in result.evaluations),
         best_of_n={name: curve for name, arm_cells in arms.items() if (curve := _curve(arm_cells))},
+        notes=(
+            *(note for result in cells for note in result.notes),
+            *code_notes([result.cell for result in cells if result.judged is not None]),
+        ),
         tuning=read_tuning(config, plan.folder, arms, [row["prompt"] for row in _judgments(start)[0].rows]),
     )
 
@@ -183,20 +210,28 @@ def _judgments(cells: Sequence[CellResult]) -> list[Judgment]:
     return [result.judged for result in cells if result.judged is not None]
 
 
-def _read(cell: Cell, suites: Container[str]) -> CellResult:
-    """Read the folder of a cell, with the results of these suites: others are of suites that were left out since."""
+def _read(cell: Cell, pairs: Set[str]) -> CellResult:
+    """Read the folder of a cell, with the results of its suites that have its settings, and of `pairs`."""
     costs = {row["step"]: Costs.of(row) for row in read_jsonl(cell.folder / COSTS)}
     judged = Judgment.read(cell.folder)
     metrics = RunFolder(cell.folder).read_metrics() if cell.config.budget is not None else []
     evaluations = _evaluations(cell, metrics, costs)
+    unmeasured = unmeasured_suites(cell.config, cell.folder)
+    reported = (cell.config.suites.keys() - unmeasured.keys()) | pairs
     return CellResult(
         cell=cell,
         judged=judged,
         error=failure_of(cell.folder),
         evaluations=with_known_kl(evaluations, judged.metrics if judged is not None else {}, _best_step(cell, metrics)),
         costs=costs[max(costs)] if costs else None,
-        suites={name: scores for name, scores in read_suites(cell.folder).items() if name in suites},
+        suites={name: scores for name, scores in read_suites(cell.folder).items() if name in reported},
         peak_memory_mb=max((row["peak_memory_mb"] for row in RunFolder(cell.folder).read_timings()), default=None),
+        notes=tuple(
+            f"{cell.label}: {path.relative_to(cell.folder)} was made with other settings than the comparison's, so it "
+            "is left out. The comparison measures the suite when it runs again."
+            for path in (suite_file(cell.folder, name) for name in unmeasured)
+            if path.is_file()
+        ),
     )
 
 

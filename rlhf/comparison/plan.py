@@ -231,7 +231,7 @@ def _check_guard(cell: Cell, which: str = "") -> None:
 def _with_lab_files(cell: Cell) -> Cell:
     """Replace the names of the lab's files by their paths, making files that do not exist."""
     try:
-        train = resolve_lab_paths(cell.config.train)
+        train = resolve_lab_paths(cell.config.train, trains=cell.config.budget is not None)
     except ConfigError as error:
         raise ConfigError(f"arms.{cell.arm}: {error}") from error
     return cell if train is cell.config.train else replace(cell, config=cell.config.model_copy(update={"train": train}))
@@ -293,7 +293,7 @@ def read_cell(folder: Path) -> Cell:
     """
     tree = read_yaml(folder / CELL)
     load_plugins(tree["train"])
-    return Cell(folder, validate(CellConfig, tree))
+    return Cell(folder, validate(CellConfig, tree, trains=tree.get("budget") is not None))
 
 
 def locate_base(config: CompareConfig, beside: Path) -> Path:
@@ -344,7 +344,7 @@ def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int, run
     is_trained = isinstance(arm, TrainedArm) and name != START_FOLDER
     n = arm.n if isinstance(arm, BestOfNArm) else None
     try:
-        complete = train_config(tree)
+        complete = train_config(tree, trains=is_trained)
         train = (
             train_config(_with_length(drop_unread(tree, arm_settings, complete), config, arm_settings, complete))
             if is_trained
@@ -356,15 +356,16 @@ def _cell(config: CompareConfig, base: Tree, name: str, arm: Arm, seed: int, run
     proxy = complete.reward.source if complete.reward is not None else None
     if isinstance(arm, BestOfNArm) and proxy is None:
         raise ConfigError(f"arms.{name}: best_of_n picks by a reward: set reward_source")
-    return CellConfig(
-        arm=name,
-        seed=seed,
-        train=train,
-        proxy=proxy,
-        budget=config.budget if is_trained else None,
-        best_of_n=arm if isinstance(arm, BestOfNArm) else None,
-        suites=suites_of(config.suites, train, proxy, n),
-    )
+    settings = {
+        "arm": name,
+        "seed": seed,
+        "train": train,
+        "proxy": proxy,
+        "budget": config.budget if is_trained else None,
+        "best_of_n": arm if isinstance(arm, BestOfNArm) else None,
+        "suites": suites_of(config.suites, train, proxy, n),
+    }
+    return validate(CellConfig, settings, trains=is_trained)
 
 
 def _check_reference(train: TrainConfig, arm: str) -> None:

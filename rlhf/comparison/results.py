@@ -342,6 +342,7 @@ class ComparisonResults:
     suite_differences: tuple[SuiteDifference, ...]
     evaluations: tuple[Evaluation, ...]
     best_of_n: Mapping[str, tuple[CurvePoint, ...]]  # by arm, the mean over seeds
+    notes: tuple[str, ...] = ()  # caveats about single cells
     exact_frontier: tuple[FrontierPoint, ...] | None = None  # of a task whose completions can be enumerated
     tuning: Tuning | None = None  # None if the arms were run as they are written
 
@@ -388,6 +389,7 @@ class ComparisonResults:
             suite_differences=tuple(SuiteDifference.of(difference) for difference in differences),
             evaluations=tuple(Evaluation.of(evaluation) for evaluation in record["evaluations"]),
             best_of_n={name: tuple(CurvePoint(**point) for point in curve) for name, curve in curves},
+            notes=tuple(record.get("notes", ())),  # earlier results have none
             exact_frontier=tuple(FrontierPoint(**point) for point in exact) if exact is not None else None,
             tuning=Tuning.of(tuning) if tuning is not None else None,
         )

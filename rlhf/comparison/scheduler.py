@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Literal, Protocol, runtime_checkable
 import torch
 
 from rlhf.comparison.board import OUTPUT, Board
+from rlhf.comparison.inputs import Digests, record_inputs
 from rlhf.comparison.plan import Cell, CellPlan, ensure_owner
 from rlhf.comparison.trial import INTERRUPTED, JUDGED, suite_file, unmeasured_suites
 from rlhf.comparison.view import ComparisonView
@@ -54,13 +55,14 @@ class Running(Protocol):
 StartCell = Callable[[Cell, int], Running]  # the cell, and which of the `jobs` slots it takes
 
 
-def run_cells(plan: CellPlan, start: StartCell, view: ComparisonView) -> bool:
+def run_cells(plan: CellPlan, start: StartCell, view: ComparisonView, digests: Digests | None = None) -> bool:
     """Run every cell that is not over, including arms that failed before; return False if the user stopped it.
 
     Args:
         plan: the cells, and the number that run at once (`jobs`).
         start: starts a cell.
         view: shows the progress.
+        digests: the digests of weights and rows that were read already.
 
     Raises:
         ConfigError: a folder belongs to another comparison.
@@ -71,7 +73,7 @@ def run_cells(plan: CellPlan, start: StartCell, view: ComparisonView) -> bool:
         for name in unmeasured_suites(cell.config, cell.folder):  # results of other settings are not to be reported
             suite_file(cell.folder, name).unlink(missing_ok=True)
     with Interruption() as stop, view.board(len(plan.cells), alone=plan.config.jobs == 1) as board:
-        scheduler = _Scheduler(plan, start, board, stop)
+        scheduler = _Scheduler(plan, start, board, stop, digests or Digests())
         try:
             scheduler.run()
         finally:
@@ -135,6 +137,7 @@ class _Scheduler:
     start: StartCell
     board: Board
     stop: Interruption
+    digests: Digests
     slots: dict[int, _Slot] = field(default_factory=dict)
     stopping: bool = False
     failed_start: Cell | None = None  # a cell of the start model that failed
@@ -165,6 +168,7 @@ class _Scheduler:
         if is_done:
             self.board.note(f"{title}: done before", ended=True)
             return
+        record_inputs(cell, self.digests)
         free = min(set(range(self.plan.config.jobs)) - set(self.slots))
         self.board.cell_started(cell, title)
         started = time.perf_counter()
@@ -177,8 +181,9 @@ class _Scheduler:
                 continue
             del self.slots[number]
             if outcome == "failed" and (self.stopping or self.stop.requested):
-                (slot.cell.folder / FAILED).unlink(missing_ok=True)  # asked to stop: not a failure of the cell
-                outcome = "interrupted"
+                outcome = "interrupted"  # asked to stop: not a failure of the cell
+            if outcome != "failed":
+                (slot.cell.folder / FAILED).unlink(missing_ok=True)
             self.board.cell_ended(slot.cell)
             if outcome == "interrupted":
                 self._stop()

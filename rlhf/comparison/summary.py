@@ -138,7 +138,7 @@ def notes(results: ComparisonResults) -> list[str]:
     unfinished = [f"{name}, seed {cell.seed}" for name, cell in _cells_with(results, "unfinished")]
     if unfinished:
         lines.append(f"Not finished: {'; '.join(unfinished)}. The same command continues.")
-    lines += _unjudged_note(results)
+    lines += [*results.notes, *_unjudged_note(results)]
     if results.judge_is_trained_on:
         lines.append("The judge is the reward that the arms are trained on: gaming it cannot be seen. Set judge.")
     if len(results.seeds) == 1:

@@ -39,7 +39,7 @@ class ComparisonTerminal(ComparisonView):
         return Board(self._console, total, alone=alone)
 
     def results(self, results: ComparisonResults, report: Path) -> None:
-        """Print a row for each arm, what tuning changed, the suites and the verdict, and the path of the page."""
+        """Print a row for each arm, the tuning, the suites, caveats about cells, the verdict and the page's path."""
         table = Table("arm", "judge's score", "gain over start", "KL, nats", "status", box=None, pad_edge=False)
         ranked = ranking(results)
         for name in [*ranked, *(name for name in results.arms if name not in ranked)]:
@@ -48,6 +48,8 @@ class ComparisonTerminal(ComparisonView):
         _print_tuning(results, self._console)
         for suite in suite_tables(results):
             _print_suite(suite, self._console)
+        for note in results.notes:
+            self._console.print(Text(printable(note)), soft_wrap=True)
         self._console.print(Text(printable(verdict(results))))
         self.run.note(f"report  {report}")
 

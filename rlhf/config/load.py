@@ -153,13 +153,17 @@ def load_chat_format(path: str) -> ChatFormat:
     return validate(DataConfig, {key: data[key] for key in keys if key in data}).chat_format
 
 
-def train_config(tree: Tree) -> TrainConfig:
-    """Build the training run, online or offline, that a tree of settings describes, after expanding its preset."""
+def train_config(tree: Tree, *, trains: bool = True) -> TrainConfig:
+    """Build the training run, online or offline, that a tree of settings describes, after expanding its preset.
+
+    Args:
+        trains: False skips the rules of training, for settings that only judge a model.
+    """
     load_plugins(tree)
     expanded = expand_preset(tree)
     if algorithm_kind(expanded.get("algorithm")) == "online":
-        return validate(OnlineConfig, expanded)
-    return validate(OfflineConfig, expanded)
+        return validate(OnlineConfig, expanded, trains=trains)
+    return validate(OfflineConfig, expanded, trains=trains)
 
 
 def reward_model_config(tree: Tree) -> RewardModelConfig:
@@ -294,14 +298,17 @@ def dump(config: Section) -> Tree:
     return config.model_dump(mode="json")
 
 
-def validate(kind: type[C], tree: Tree) -> C:
+def validate(kind: type[C], tree: Tree, *, trains: bool = True) -> C:
     """Validate a tree of settings and build a `kind` from it.
+
+    Args:
+        trains: False skips the rules of training.
 
     Raises:
         ConfigError: the tree is invalid; the message has one line for every mistake.
     """
     try:
-        return kind.model_validate(tree)
+        return kind.model_validate(tree, context={"trains": trains})
     except ValidationError as error:
         lines = [_explain(kind, dict(mistake)) for mistake in error.errors()]
         raise ConfigError("\n".join(lines)) from error

@@ -6,7 +6,7 @@ Every field's docstring is its help text and its entry in docs/configuration. Si
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, field_validator, model_validator
 
@@ -420,6 +420,20 @@ class EvalConfig(Section):
     """Held-out completions to keep in samples.jsonl at each evaluation."""
 
 
+@runtime_checkable
+class Validation(Protocol):
+    """The part of pydantic's ValidationInfo that is read here."""
+
+    @property
+    def context(self) -> Any:
+        """Return what the caller of the validation gave: None, or whether the run trains."""
+
+
+def is_trained(info: Validation) -> bool:
+    """Return whether a run with these settings trains: a comparison also judges models with those of its base."""
+    return info.context is None or bool(info.context["trains"])
+
+
 class TrainSections(Section):
     """The sections of a training run; `OnlineConfig` and `OfflineConfig` say which of them a run needs."""
 
@@ -531,8 +545,10 @@ class TrainSections(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_teacher(self) -> TrainSections:
+    def _check_teacher(self, info: Validation) -> TrainSections:
         algorithm, teacher = self.algorithm, self.teacher
+        if not is_trained(info):
+            return self
         if teacher is None:
             if algorithm.reads_teacher:
                 raise ValueError(f"teacher is missing: {algorithm.name} learns from one; set teacher.model")
@@ -608,7 +624,14 @@ class OnlineConfig(TrainSections):
         return self
 
     @model_validator(mode="after")
-    def _check_sections(self) -> OnlineConfig:
+    def _check_sections(self, info: Validation) -> OnlineConfig:
+        if is_trained(info):
+            self._check_training()
+        self._check_episodes()
+        return self
+
+    def _check_training(self) -> None:
+        """Check the settings that only training reads."""
         old_log_probs = self.sampling.old_log_probs
         self.policy.check_trained("policy", self.policy.dtype, self.sharding, is_online=True)
         if self.algorithm.policy_loss.searches and self.policy.rounds_trained:
@@ -650,9 +673,7 @@ class OnlineConfig(TrainSections):
         self.reward.shaping.check_length(self.sampling.max_new_tokens)
         self.reward.check_process(self.algorithm)
         self.reward.check_gdpo(self.algorithm, reward_parts=self.overlap.reward_parts)
-        self._check_episodes()
         self.reward.check_cost(self.algorithm)
-        return self
 
     def _check_support(self) -> None:
         """Check that nothing reads whole distributions if top_k, top_p or min_p leave tokens out of sampling."""
@@ -791,7 +812,9 @@ class OfflineConfig(TrainSections):
         return is_named and self.held_out_source is not None
 
     @model_validator(mode="after")
-    def _check_data_and_sizes(self) -> OfflineConfig:
+    def _check_data_and_sizes(self, info: Validation) -> OfflineConfig:
+        if not is_trained(info):
+            return self
         is_sft = self.algorithm.loss.data == "demonstrations"
         _ = self.sft_data if is_sft else self.preference_data  # raise if missing
         self.policy.check_trained("policy", self.policy.dtype, self.sharding, is_online=False)

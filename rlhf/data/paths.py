@@ -131,8 +131,10 @@ def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None
     """
     check_out_dir(config.run.out_dir)
     lookups = Lookups() if lookups is None else lookups
-    models = [f"{key}: {problem}" for key, path in _model_paths(config) if (problem := lookups.missing_model(path))]
-    by_path = {path: key for key, path in reversed([*_data_paths(config)])}  # held-out rows may be a part of a file
+    is_resumed = (Path(config.run.out_dir) / "checkpoints").is_dir()  # a resumed run reads its own checkpoint
+    named = [] if is_resumed else model_paths(config)
+    models = [f"{key}: {problem}" for key, path in named if (problem := lookups.missing_model(path))]
+    by_path = {path: key for key, path in reversed([*data_paths(config)])}  # held-out rows may be a part of a file
     data = [f"{key}: {problem}" for path, key in reversed(by_path.items()) if (problem := lookups.missing_data(path))]
     if models:
         raise ModelError("\n".join([*models, *data]))
@@ -253,21 +255,25 @@ def _ask_hub(name: str, ask: Callable[[], object], local: str, kind: str) -> str
     return None
 
 
-def _data_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, str]]:
+def data_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield the key and path of each data set that a run reads."""
     unread = unread_keys(config)
     for name in DataConfig.model_fields:
         dataset = getattr(config.data, name)
         if isinstance(dataset, TrainableDataConfig) and f"data.{name}" not in unread:
-            for key, source in dataset.sources.items():
-                yield f"data.{name}.sources.{key}.path", source.path
-            if dataset.path:
-                yield f"data.{name}.path", dataset.path
+            yield from section_paths(dataset, f"data.{name}")
 
 
-def _model_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield the key and path of each model that a new run reads; a resumed run reads its own checkpoint."""
-    if (Path(config.run.out_dir) / "checkpoints").is_dir():
-        return
+def section_paths(dataset: TrainableDataConfig, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the key, below the section's, and the path of each source of a data section."""
+    for name, source in dataset.sources.items():
+        yield f"{key}.sources.{name}.path", source.path
+    if dataset.path:
+        yield f"{key}.path", dataset.path
+
+
+def model_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield the key and path of each model that a new run reads."""
     if isinstance(config, RewardModelConfig):
         yield "model.model", config.model.model
         if config.model.tokenizer is not None:

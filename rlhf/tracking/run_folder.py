@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from rlhf.config.files import format_yaml, parse_yaml
 from rlhf.config.load import RUN_FOLDER_KEYS
-from rlhf.errors import DISTRIBUTION, CheckpointError
+from rlhf.errors import DISTRIBUTION, CheckpointError, command_or_call
 from rlhf.tracking.trackers import flatten, read_jsonl, to_json
 
 LOCK = ".lock"
@@ -34,8 +34,11 @@ class FolderLock:
 
     NAME = LOCK
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: str = "run.out_dir") -> None:
         """Acquire the lock, creating the folder if needed.
+
+        Args:
+            key: the setting that names the folder, for the message.
 
         Raises:
             CheckpointError: another process holds it.
@@ -51,7 +54,7 @@ class FolderLock:
         except Timeout:
             raise CheckpointError(
                 f"{folder} is in use by another process{_owner(path)}: "
-                "wait for it or stop it, or choose another run.out_dir"
+                f"wait for it or stop it, or choose another {command_or_call(key, 'folder')}"
             ) from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
@@ -64,6 +67,12 @@ class FolderLock:
         if self._lock is not None:
             self._lock.release()
         self._lock = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def is_in_use(folder: Path) -> bool:

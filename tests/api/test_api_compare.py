@@ -6,12 +6,13 @@ import inspect
 from pathlib import Path
 
 import pytest
+from lock_holder import held_elsewhere
 from runs import colored_prompts, make_model
 
 import rlhf
 from rlhf.config.files import format_yaml
 from rlhf.config.load import dump, load_train, read_yaml
-from rlhf.errors import ConfigError
+from rlhf.errors import CheckpointError, ConfigError
 
 PROMPTS = colored_prompts()
 PAIRS = [{"prompt": prompt, "chosen": "good good", "rejected": "bad bad"} for prompt in PROMPTS]
@@ -46,6 +47,14 @@ def test_two_arms_and_best_of_n(tmp_path: Path) -> None:
     assert all(arm["status"] == "done" for arm in result.results["arms"].values())
     assert result.report.is_file()
     assert set(result.table["arm"]) >= {"grpo", "dpo", "pick"}
+
+
+def test_a_call_that_continues_changes_no_file_of_a_comparison_that_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "compare"
+    told = r"compare is in use by another process .* or choose another folder$"
+    with held_elsewhere(folder), pytest.raises(CheckpointError, match=told):
+        rlhf.compare("gone", ["grpo"], completions=16, judge="judge.py:count", folder=folder, resume=True, quiet=True)
+    assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
 def planned(folder: Path, config: Path | None, monkeypatch: pytest.MonkeyPatch) -> Path:

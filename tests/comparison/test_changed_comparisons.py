@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +12,22 @@ from typing import Any
 import pytest
 from cases import Ended, compare_tree, plan_of
 from many import many
+from rich.console import Console
 from runs import make_model, write_rows
 
 from rlhf.comparison.aggregate import read_cells, summarize
 from rlhf.comparison.page import reward_hacking_points
 from rlhf.comparison.plan import Cell
-from rlhf.comparison.results import Evaluation, Measures
+from rlhf.comparison.results import ComparisonResults, Evaluation, Measures
 from rlhf.comparison.scheduler import failure_of, record_failure, run_cells
-from rlhf.comparison.summary import equal_kl_table
-from rlhf.comparison.trial import FOLDER, Judgment, read_suites, run_suites
+from rlhf.comparison.summary import equal_kl_table, notes
+from rlhf.comparison.terminal import ComparisonTerminal
+from rlhf.comparison.trial import FOLDER, Judgment, read_suites, run_suites, suite_file
 from rlhf.comparison.view import ComparisonView
 from rlhf.evaluation.frontier import score_at_kl
 from rlhf.tracking.trackers import encode_line
 
-ROWS = [{"row": row, "prompt": f"red {row}", "completion": "good", "score": 1.0 + row} for row in range(3)]
+ROWS = [{"row": row, "prompt": f"red {row}", "completion": "good", "score": 1.0 + row, "length": 1} for row in range(3)]
 
 
 def tree_of(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -81,6 +84,28 @@ def test_a_suite_with_other_settings_is_not_reported_before_it_is_measured_again
     plan = plan_of(tree)
     assert not run_cells(plan, stopped, ComparisonView())
     assert [read_suites(cell.folder) for cell in plan.cells] == [{}, {}]
+
+
+def test_a_suite_that_was_measured_otherwise_by_hand_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """`rlhf eval FOLDER --suite ifeval limit=...` writes into the cell's own file."""
+    plan = plan_of(tree_of(tmp_path))
+    for cell in plan.cells:
+        judge(cell)
+    path = suite_file(plan.cells[1].folder, "ifeval")
+    content = json.loads(path.read_text())
+    content["config"]["sampling"]["max_new_tokens"] = 6
+    path.write_text(json.dumps(content))
+    cells = read_cells(plan)
+    assert [set(result.suites) for result in cells] == [{"ifeval"}, set()]
+    results = summarize(plan, cells)
+    assert (results.arms["dpo"].status, results.arms["dpo"].suites) == ("done", {})
+    (note,) = results.notes
+    assert note.startswith("dpo, seed 0: evals/ifeval.json was made with other settings than the comparison's")
+    assert note in notes(results)
+    assert ComparisonResults.of(json.loads(json.dumps(results.record()))).notes == (note,)
+    console = Console(file=io.StringIO(), width=400)
+    ComparisonTerminal(console).results(results, tmp_path / "report.html")
+    assert note in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_no_figure_of_another_start_model_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

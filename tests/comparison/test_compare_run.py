@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from cases import Ended, compare_tree, compared, here, plan_of
+from lock_holder import held_elsewhere
 from quick import quick
 from runs import make_model
 
-from rlhf.api.comparing import run_compare
+from rlhf.api.comparing import rebuild_comparison, run_compare
 from rlhf.comparison.aggregate import read_cells, summarize
 from rlhf.comparison.costs import (
     COSTS,
@@ -27,17 +28,17 @@ from rlhf.comparison.costs import (
     sampling_flops,
 )
 from rlhf.comparison.plan import ensure_owner, plan_cells
-from rlhf.comparison.scheduler import FAILED, run_cells
+from rlhf.comparison.scheduler import FAILED, failure_of, record_failure, run_cells
 from rlhf.comparison.trial import JUDGED, Judgment
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.load import compare_config, load_compare
-from rlhf.errors import ConfigError, UserError
+from rlhf.errors import CheckpointError, ConfigError, UserError
 from rlhf.evaluation.win_rate import Interval
 from rlhf.models.backbone import load_causal_lm
 from rlhf.rewards.ensemble import EnsembleSource
 from rlhf.rewards.function import FunctionSource
 from rlhf.rewards.model import ModelSource
-from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.run_folder import RunFolder, is_in_use
 from rlhf.tracking.trackers import read_jsonl
 
 ONLY_PPO = {"grpo": None, "dpo": None, "best_of_n": None}
@@ -149,6 +150,45 @@ def test_a_comparison_continues_from_its_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ppo.* other settings \(budget.completions, "):
         run_compare(load_compare(folder, ["budget.completions=32"]), beside=folder)
     assert (folder / "compare.yaml").read_bytes() == settings
+
+
+def test_a_second_comparison_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, seeds=[0], arms=ONLY_PPO)
+    told = r"compare is in use .*\(pid \d+\).* choose another out_dir$"
+    with held_elsewhere(tmp_path / "compare"), pytest.raises(CheckpointError, match=told):
+        compared(tree)
+    assert [path.name for path in (tmp_path / "compare").iterdir()] == [".lock"]  # no cell was marked
+
+
+def test_a_comparison_holds_its_folder_until_it_ends(tmp_path: Path) -> None:
+    config = compare_config(compare_tree(tmp_path, seeds=[0], arms=ONLY_PPO))
+    locked: list[bool] = []
+
+    def look(cell: Any, place: int) -> Ended:
+        locked.append(is_in_use(tmp_path / "compare"))
+        return Ended("interrupted")
+
+    assert not run_compare(config, beside=tmp_path, start=look)
+    assert locked == [True]
+    assert not is_in_use(tmp_path / "compare")
+
+
+def test_a_comparison_that_runs_can_be_reported(finished: Path) -> None:
+    with held_elsewhere(finished):
+        results, _ = rebuild_comparison(str(finished))
+    assert results.arms["ppo"].status == "done"
+
+
+def test_a_cell_that_is_done_has_not_failed(tmp_path: Path) -> None:
+    """A process of an older version may have marked it while it ran."""
+    plan = plan_of(compare_tree(tmp_path, seeds=[0], arms=ONLY_PPO))
+
+    def marked(cell: Any, place: int) -> Ended:
+        record_failure(cell.folder, "in use by another process")
+        return Ended("done")
+
+    assert run_cells(plan, marked, ComparisonView())
+    assert [failure_of(cell.folder) for cell in plan.cells] == [None, None]
 
 
 def test_a_failed_cell_is_tried_again_and_a_finished_one_is_not(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cases import GROUPS, compare_tree, plan_of
+from cases import GROUPS, compare_tree, here, plan_of
 from runs import make_model, write_rows
 
 from rlhf.comparison.page import differences
@@ -151,7 +151,7 @@ COMPARED = {
 
 def plan_of_the_lab(name: str, monkeypatch: pytest.MonkeyPatch) -> CellPlan:
     """With the lab's files not made: only the settings are looked at."""
-    monkeypatch.setattr("rlhf.comparison.plan.resolve_lab_paths", lambda config: config)
+    monkeypatch.setattr("rlhf.comparison.plan.resolve_lab_paths", lambda config, **_: config)
     monkeypatch.chdir(ROOT)
     return plan_cells(load_compare(ROOT / "configs" / "lab" / name), beside=ROOT / "configs" / "lab")
 
@@ -307,3 +307,36 @@ def test_the_settings_of_the_last_arm_are_checked_too(tmp_path: Path) -> None:
     tree["arms"] = {"ppo": tree["arms"]["ppo"], "grpo": {**tree["arms"]["grpo"], "guard": {"on_alarm": "stop"}}}
     with pytest.raises(ConfigError, match=r"arms.grpo: an alarm that stops a run"):
         plan_of(tree)
+
+
+def test_the_start_model_and_best_of_n_obey_no_rule_of_training(tmp_path: Path) -> None:
+    """The base is PPO, which whitens over 8 completions or more; no arm is PPO."""
+    tree = compare_tree(tmp_path, seeds=[0], shared={"batch": {"prompts_per_step": 4, "minibatches": 1}})
+    with pytest.raises(ConfigError, match=r"^arms\.ppo: whitening over 4 completions is noise"):
+        plan_of(tree)
+    del tree["arms"]["ppo"]
+    plan = plan_of(tree)
+    assert [cell.arm for cell in plan.cells] == ["start", "grpo", "dpo", "best_of_n"]
+    for cell in plan.cells:
+        ensure_owner(cell)
+        assert read_cell(cell.folder) == cell
+    assert here(plan.cells[0]) == here(plan.cells[3]) == "done"
+
+
+def test_a_teacher_of_all_arms_is_no_mistake_of_the_start_model(tmp_path: Path) -> None:
+    """The base is PPO, which reads no teacher."""
+    tree = compare_tree(tmp_path, seeds=[0], shared={"teacher": {"model": str(make_model(tmp_path / "teacher"))}})
+    with pytest.raises(ConfigError, match=r"^arms\.ppo: teacher is set, but ppo reads none"):
+        plan_of(tree)
+    tree["arms"] = {"opd": {"algorithm": {"preset": "opd"}, **GROUPS}}
+    assert [cell.arm for cell in plan_of(tree).cells] == ["start", "opd"]
+
+
+def test_files_of_the_lab_are_named_without_a_rule_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.lab.build.lab_folder", lambda spec: tmp_path / "lab")
+    tree = compare_tree(tmp_path, seeds=[0], shared={"batch": {"prompts_per_step": 4, "minibatches": 1}})
+    tree["arms"] = {"grpo": {**tree["arms"]["grpo"], "data": {"prompts": {"path": "lab:prompts.jsonl"}}}}
+    tree["shared"]["data"]["eval_prompts"] = {"path": "lab:eval_prompts.jsonl"}
+    start = plan_of(tree).cells[0].config.train
+    assert start.data.eval_prompts is not None
+    assert start.data.eval_prompts.path.startswith(str(tmp_path / "lab"))

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ARMS = ("ppo", "grpo", "dpo", "best_of_n")
 KEYS = {
     *("schema", "name", "start", "judge", "reward_source", "judge_is_trained_on", "budget", "seeds", "prompts"),
-    *("start_model", "equal_kl", "arms", "win_rates", "suite_differences", "evaluations", "best_of_n"),
+    *("start_model", "equal_kl", "arms", "win_rates", "suite_differences", "evaluations", "best_of_n", "notes"),
 }
 OF_AN_ARM = {
     *("type", "preset", "n", "kl_is_bound", "status", "seeds", "gain", "gain_in_std", "win_rate_over_start"),

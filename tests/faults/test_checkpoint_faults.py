@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lock_holder import HOLD, held_elsewhere
 from runs import brief_tree, largest_difference, online, trained, weights
 
 from rlhf.errors import CheckpointError, SamplingError
@@ -199,31 +200,11 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-HOLD = "import sys; from pathlib import Path; from rlhf.tracking.run_folder import FolderLock; "
-HOLD += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
-
-
-def holder(folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
-
-
-def close(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
-
-
 def test_a_second_process_is_refused_and_a_dead_one_is_no_trap(tmp_path: Path) -> None:
-    other = holder(tmp_path / "run")
-    try:
-        with pytest.raises(CheckpointError, match=rf"in use by another process \(pid {other.pid}\).*run\.out_dir"):
-            online(brief_tree(tmp_path))
-    finally:
-        close(other)
+    with held_elsewhere(tmp_path / "run") as pid, pytest.raises(CheckpointError) as error:
+        online(brief_tree(tmp_path))
+    assert f"in use by another process (pid {pid}): " in str(error.value)
+    assert str(error.value).endswith("choose another run.out_dir")
     assert (tmp_path / "run" / ".lock").exists()
     assert trained(brief_tree(tmp_path, schedule={"steps": 1})).session.state.step == 1
 
@@ -234,7 +215,8 @@ def test_a_run_lets_go_of_its_folder(tmp_path: Path) -> None:
     run.session.recorder.close()
     again.release()
     again.release()
-    close(holder(tmp_path / "run"))
+    with held_elsewhere(tmp_path / "run"):
+        pass
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
@@ -246,7 +228,8 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
         os.read(reader, 1)  # lives on after the parent has let go
         os._exit(0)
     lock.release()
-    close(holder(tmp_path))
+    with held_elsewhere(tmp_path):
+        pass
     os.write(end, b"x")
     os.waitpid(child, 0)
     os.close(reader)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from lock_holder import held_elsewhere
 from rich.console import Console
 
 from rlhf.cli import main
@@ -15,11 +14,6 @@ from rlhf.commands import report
 from rlhf.config.files import COMPARE_CONFIG
 from rlhf.errors import UserError
 from rlhf.tracking.run_folder import FolderLock, is_in_use
-
-HOLD = (
-    "import sys; from pathlib import Path; from rlhf.tracking.run_folder import FolderLock; "
-    "lock = FolderLock(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
-)
 
 
 class Slept(Exception):
@@ -58,21 +52,13 @@ def test_a_folder_without_a_run_is_not_called_a_stopped_run(tmp_path: Path) -> N
 
 
 def test_a_run_of_a_living_process_is_watched(folder: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "locked\n"
+    with held_elsewhere(folder) as pid:
         number = (folder / ".lock").read_text()
         assert is_in_use(folder)
-        assert (folder / ".lock").read_text() == number == f"{process.pid}\n"  # a look changes nothing
+        assert (folder / ".lock").read_text() == number == f"{pid}\n"  # a look changes nothing
         with pytest.raises(Slept):
             report.watch_report(str(folder), Console(quiet=True))
         assert 'http-equiv="refresh"' in (folder / "report.html").read_text(encoding="utf-8")
-    finally:
-        process.kill()
-        process.communicate()
     assert not is_in_use(folder)
 
 

@@ -1,0 +1,174 @@
+"""Digests of the weights, rows and code that cells read: results are compared if the cells have read the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Literal
+
+from rlhf.comparison.plan import Cell
+from rlhf.comparison.trial import JUDGED
+from rlhf.config.compare import CellConfig
+from rlhf.data.paths import data_paths, model_paths, section_paths
+from rlhf.errors import ConfigError, command_or_call
+from rlhf.models.folders import digest_of_model
+from rlhf.rewards.source import Source, sources_in
+from rlhf.section import Section, walk
+from rlhf.tracking.fingerprint import combine_digests, content_digest
+from rlhf.tracking.run_folder import write_atomically
+from rlhf.user_code import files_of, source_of
+
+INPUTS = "inputs.json"
+InputKind = Literal["weights", "data", "code"]
+InputDigests = Mapping[InputKind, Mapping[str, str]]  # digests by path
+
+FIXED: Mapping[InputKind, str] = {"weights": "the weights in {}", "data": "the rows in {}"}
+READ_BY_ALL = ("policy.", "data.eval_prompts", "reward.source", "reward.cost", "eval.", "environment")
+
+
+class Digests:
+    """Computes the digests of what cells read, of weights and rows once for each path."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[InputKind, str], str | None] = {}
+
+    def of(self, cell: CellConfig) -> InputDigests:
+        """Return the digests of everything on this machine that a cell reads."""
+        return {
+            "weights": self._digests("weights", _model_paths(cell), digest_of_model),
+            "data": self._digests("data", _data_paths(cell), _digest_of_rows),
+            "code": dict(_code(cell)),
+        }
+
+    def _digests(self, kind: InputKind, paths: Iterable[str], compute: Callable[[str], str | None]) -> dict[str, str]:
+        digests: dict[str, str] = {}
+        for path in paths:
+            if (kind, path) not in self._known:
+                self._known[kind, path] = compute(path)
+            digest = self._known[kind, path]
+            if digest is not None:
+                digests[path] = digest
+        return digests
+
+
+def _reads(cell: CellConfig, key: str) -> bool:
+    """Return whether a cell reads a setting of its run: one that trains nothing reads a few."""
+    return cell.budget is not None or key.startswith(READ_BY_ALL)
+
+
+def _model_paths(cell: CellConfig) -> Iterator[str]:
+    yield from (path for key, path in model_paths(cell.train) if _reads(cell, key))
+    if cell.proxy is not None:
+        yield from (path for _, source in sources_in(cell.proxy) for path in source.model_paths().values())
+
+
+def _data_paths(cell: CellConfig) -> Iterator[str]:
+    yield from (path for key, path in data_paths(cell.train) if _reads(cell, key))
+    if cell.train.data.eval_prompts is not None:  # read by the judge, also if the run does not
+        yield from (path for _, path in section_paths(cell.train.data.eval_prompts, ""))
+
+
+def _digest_of_rows(path: str) -> str | None:
+    """Compute the digest of a data file, or of all files below a folder; None for the id of a data set on the hub."""
+    place = Path(path).expanduser()
+    if place.is_file():
+        return content_digest(place)
+    files = sorted(file for file in place.rglob("*") if file.is_file())
+    return combine_digests(map(content_digest, files)) if files else None
+
+
+def _code(cell: CellConfig) -> Iterator[tuple[str, str]]:
+    """Yield each file, or function given as an object, with the digest of its source."""
+    proxy: Iterable[tuple[str, Section]] = () if cell.proxy is None else walk(cell.proxy, "reward.source")
+    for key, section in chain(walk(cell.train), proxy):
+        if not _reads(cell, key):
+            continue
+        target = str(getattr(section, "target", ""))
+        files = [*files_of(target).values(), *(section.code_files().values() if isinstance(section, Source) else ())]
+        yield from ((str(file), content_digest(file)) for file in files)
+        if (source := source_of(target)) is not None:
+            yield target, combine_digests([source])
+    plugins = [Path(plugin) for plugin in cell.train.plugins if plugin.endswith(".py")]
+    yield from ((str(file), content_digest(file)) for file in plugins if file.is_file())
+
+
+def record_inputs(cell: Cell, digests: Digests) -> None:
+    """Write inputs.json when a cell begins; a cell that was judged before keeps its own."""
+    if not (cell.folder / JUDGED).is_file():
+        content = json.dumps(digests.of(cell.config), indent=1, ensure_ascii=False)
+        write_atomically(cell.folder / INPUTS, content + "\n")
+
+
+def read_inputs(folder: Path) -> InputDigests:
+    """Read inputs.json; empty for a cell of a version that wrote none."""
+    path = folder / INPUTS
+    if not path.is_file():
+        return {}
+    inputs: InputDigests = json.loads(path.read_text(encoding="utf-8"))
+    return inputs
+
+
+Readers = Mapping[
+    tuple[InputKind, str], tuple[str, str]
+]  # of each input the digest that the first cell read, and its label
+
+
+def check_inputs(judged: Iterable[Cell], further: Iterable[Cell], digests: Digests) -> list[str]:
+    """Check that the cells that are still to run read the same weights and rows as the judged ones.
+
+    Returns:
+        A warning for each piece of code that is another one.
+
+    Raises:
+        ConfigError: weights or rows have changed.
+    """
+    first = first_readers(judged)
+    warnings: dict[str, None] = {}
+    for cell in further:
+        for kind, path, label in other_inputs(digests.of(cell.config), first):
+            if kind != "code":
+                raise ConfigError(
+                    f"{FIXED[kind].format(path)} have changed since {label}, ran, and all cells of a comparison have "
+                    f"to read the same: restore them, or choose another {command_or_call('out_dir', 'folder')}"
+                )
+            warnings[
+                f"the code in {path} has changed since {label}, ran: the page names the cells that run with other code"
+            ] = None
+    return list(warnings)
+
+
+def code_notes(judged: Iterable[Cell]) -> list[str]:
+    """Return a note for each piece of code that was not the same for all cells."""
+    judged = list(judged)
+    first = first_readers(judged)
+    others: dict[tuple[str, str], list[str]] = {}
+    for cell in judged:
+        for kind, path, label in other_inputs(read_inputs(cell.folder), first):
+            if kind == "code":
+                others.setdefault((path, label), []).append(cell.label)
+    return [
+        f"{'; '.join(labels)}: ran with other code in {path} than {label}. If that changes scores, they cannot be "
+        "compared."
+        for (path, label), labels in others.items()
+    ]
+
+
+def first_readers(cells: Iterable[Cell]) -> Readers:
+    """Return the digest of each input that cells recorded, and the label of the first cell that read it."""
+    first: dict[tuple[InputKind, str], tuple[str, str]] = {}
+    for cell in cells:
+        for kind, digests in read_inputs(cell.folder).items():
+            for path, digest in digests.items():
+                first.setdefault((kind, path), (digest, cell.label))
+    return first
+
+
+def other_inputs(inputs: InputDigests, first: Readers) -> Iterator[tuple[InputKind, str, str]]:
+    """Yield kind and path of every input that the first cell read otherwise, and the label of that cell."""
+    for kind, digests in inputs.items():
+        for path, digest in digests.items():
+            known, label = first.get((kind, path), (digest, ""))
+            if known != digest:
+                yield kind, path, label
