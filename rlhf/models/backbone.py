@@ -134,7 +134,9 @@ def load_causal_lm(
     if location.is_adapter:
         folder = Path(location.name)
         base = load_causal_lm(base_of_adapter(folder), dtype=dtype, trust_remote_code=trust_remote_code)
-        return merge_adapter(base, folder)
+        merged = merge_adapter(base, folder)
+        merged.name_or_path = location.name  # the base that a new adapter over it names
+        return merged
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     if any("Classification" in name for name in config.architectures or []):
         raise ModelError(f"{path} is a reward model: it writes nothing. Name a run of a policy, or a causal LM")

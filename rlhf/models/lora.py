@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from rlhf.config.weights import LoraConfig
 from rlhf.errors import ConfigError, did_you_mean
@@ -52,17 +54,14 @@ PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_r
 
 def overruled_settings(base: nn.Module, config: LoraConfig, folder: Path) -> list[str]:
     """Describe each given setting that differs from the adapter in `folder`, which is trained further."""
-    from peft import PeftConfig
-    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
-
-    own: Any = PeftConfig.from_pretrained(str(folder))
+    own = settings_in(folder)
     if isinstance(own.target_modules, set):
         own.target_modules = sorted(own.target_modules)
-    asked = _maybe_include_all_linear_layers(peft_settings(base, config, "CAUSAL_LM"), base)
+    asked = peft_settings(base, config, None)
 
     def value(settings: Any, name: str) -> Any:
         if name == "target_modules":
-            return [path for path, _ in base.named_modules() if check_target_module_exists(settings, path)]
+            return _targeted(base, settings)
         return getattr(settings, PEFT_NAMES.get(name, name)) or None
 
     return [
@@ -70,6 +69,27 @@ def overruled_settings(base: nn.Module, config: LoraConfig, folder: Path) -> lis
         for name in sorted(config.model_fields_set - {"start"})
         if value(asked, name) != value(own, name)
     ]
+
+
+def settings_in(folder: Path) -> Any:
+    """Read peft's settings of an adapter; the head, which is ours, is left out of the modules that it saves."""
+    from peft import PeftConfig
+
+    settings: Any = PeftConfig.from_pretrained(str(folder))
+    settings.modules_to_save = [n for n in settings.modules_to_save or [] if n not in ("score", "classifier")] or None
+    settings.task_type = None
+    return settings
+
+
+def _targeted(base: nn.Module, settings: Any) -> list[str]:
+    """List the modules of `base` that get an adapter by peft's settings."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if settings.target_modules != "all-linear":
+        return [path for path, _ in base.named_modules() if check_target_module_exists(settings, path)]
+    head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
+    linear = nn.Linear, Conv1D
+    return [path for path, part in base.named_modules() if isinstance(part, linear) and part is not head]
 
 
 def _of_half(model: nn.Module, half: str) -> list[str]:

@@ -29,6 +29,7 @@ from rlhf.models.backbone import (
     save_model,
 )
 from rlhf.models.logprobs import completion_outputs
+from rlhf.models.lora import overruled_settings
 
 
 def logprobs(model: PreTrainedModel) -> Tensor:
@@ -200,6 +201,16 @@ def test_lora_targets() -> None:
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(names) == 4
     assert all("q_proj" in name for name in names)
+
+
+@pytest.mark.parametrize(("family", "layer"), [("llama", "q_proj"), ("gpt2", "c_fc")])
+def test_all_linear_overrules_no_adapter_of_all_linear_layers(tmp_path: Path, family: str, layer: str) -> None:
+    add_lora(tiny(family), LoraConfig(r=2)).save_pretrained(tmp_path)
+    asked = {"all-linear": [], "one": [f"lora.target_modules=['{layer}'] has no effect"]}
+    for targets, told in asked.items():
+        config = LoraConfig(r=2, target_modules="all-linear" if targets == "all-linear" else [layer])
+        texts = overruled_settings(tiny(family), config, tmp_path)
+        assert [text.partition(" (")[0] for text in texts] == told
 
 
 def test_an_adapter_folder_loads_merged_over_its_base(tmp_path: Path) -> None:
