@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.sections import OnlineConfig, PolicyConfig, TrainConfig
 from rlhf.config.weights import LoraConfig
-from rlhf.data.tokenizer import base_of_adapter, load_tokenizer, locate_model, shares_vocabulary
+from rlhf.data.tokenizer import adapts_classifier, base_of_adapter, load_tokenizer, locate_model, shares_vocabulary
 from rlhf.errors import ConfigError
 from rlhf.factory.context import RunContext
 from rlhf.factory.exported import export_policy
@@ -36,7 +36,7 @@ from rlhf.models.folders import CRITIC, MODEL, member_folders, model_folder
 from rlhf.models.lora import overruled_settings
 from rlhf.models.policy_models import Ema, Models, SharedValueHead, keep_in_bfloat16
 from rlhf.models.scalar_adapters import kept_adapter, load_adapted, load_adapter_weights
-from rlhf.models.scalar_head import ScalarHeadModel, adapts_classifier, load_reward_heads, load_scalar_head, single_head
+from rlhf.models.scalar_head import ScalarHeadModel, load_reward_heads, load_scalar_head, single_head
 from rlhf.models.stored import store_weights
 from rlhf.models.text_config import text_config
 from rlhf.rewards.channels import writes_channels

@@ -30,13 +30,13 @@ def peft_settings(model: nn.Module, config: LoraConfig, task: str | None) -> Any
         task: peft's name of the model's task, CAUSAL_LM or SEQ_CLS.
 
     Raises:
-        ConfigError: a module that is named is not there, or one to save shares its weight.
+        ConfigError: a module that is named is not there, or shares its weight.
     """
     from peft import LoraConfig as Settings
 
     target = config.target_modules
     _check_named(model, config)
-    _check_saved(model, config.modules_to_save)
+    _check_shared(model, config)
     return Settings(
         r=config.r,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
@@ -128,21 +128,39 @@ def _check_named(model: nn.Module, config: LoraConfig) -> None:
                 )
 
 
-def _check_saved(model: nn.Module, names: list[str]) -> None:
-    """Check that a module that is trained whole shares its weight with no other, which would stay as it was."""
+def _check_shared(model: nn.Module, config: LoraConfig) -> None:
+    """Check that a module that gets an adapter by its name, or is trained whole, shares its weight with no other.
+
+    Raises:
+        ConfigError: one does; merged into its weight, the change would reach the other as well.
+    """
+    targets = config.target_modules if isinstance(config.target_modules, list) else []
+    for key, names in (("target_modules", targets), ("modules_to_save", config.modules_to_save)):
+        for paths in shared_weights(model):
+            mine = [path for path in paths if any(f".{path}".endswith(f".{name}") for name in names)]
+            if mine:
+                other = next(path for path in paths if path != mine[0])
+                raise ConfigError(
+                    f"lora.{key} has {mine[0].rpartition('.')[2]}, which shares its weight with {other} in this model, "
+                    "so that one cannot change without the other: leave it out, or train all weights (no lora)"
+                )
+
+
+def shared_weights(model: nn.Module) -> list[list[str]]:
+    """List the paths of the modules that share their weight, those of one weight together."""
     holders: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is not None:
             holders.setdefault(id(weight), []).append(path)
-    for shared in (paths for paths in holders.values() if len(paths) > 1):
-        mine = [path for path in shared if path.rpartition(".")[2] in names]
-        if mine:
-            other = next(path for path in shared if path != mine[0])
-            raise ConfigError(
-                f"lora.modules_to_save has {mine[0].rpartition('.')[2]}, whose weight is also that of {other} in this "
-                "model, which would stay as it was: leave it out, or train all weights (no lora)"
-            )
+    return [paths for paths in holders.values() if len(paths) > 1]
+
+
+def shared_adapted(adapted: nn.Module) -> list[str]:
+    """List the modules that an adapter changes although another has the same weight: to merge would change both."""
+    kept = (".base_layer", ".original_module")
+    paths = [path for paths in shared_weights(adapted) for path in paths if path.endswith(kept)]
+    return [path.rpartition(".")[0].removeprefix("base_model.model.") for path in paths]
 
 
 def train_saved_modules(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from rlhf.config.sections import HeadInit
 from rlhf.config.weights import LoraConfig
-from rlhf.data.tokenizer import base_of_adapter, locate_model
+from rlhf.data.tokenizer import adapts_classifier, base_of_adapter, locate_model
 from rlhf.errors import ModelError
 from rlhf.models.backbone import check_vocabulary, freeze, move_to, weight_dtype
 from rlhf.models.bases import bases_of
@@ -32,7 +32,6 @@ from rlhf.models.scalar_head import (
     EnsembleHeadModel,
     ScalarHeadModel,
     adapter_settings,
-    adapts_classifier,
     cannot_load,
     ensemble_size,
     has_scalar_head,

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig as HfConfig
 
 from rlhf.batching import place_live
 from rlhf.config.sections import HeadInit, Packing
-from rlhf.data.tokenizer import ADAPTER, base_of_adapter, locate_model
+from rlhf.data.tokenizer import adapts_classifier, base_of_adapter, locate_model
 from rlhf.errors import ModelError
 from rlhf.models.backbone import (
     align_weights,
@@ -281,12 +281,6 @@ def _check_head(classifier: PreTrainedModel, path: str) -> None:
         raise ModelError(
             f"{path!r}: {type(classifier).__name__} keeps its head elsewhere than in `score`; not supported"
         )
-
-
-def adapts_classifier(folder: Path) -> bool:
-    """Return whether the adapter in `folder` belongs to a sequence classifier."""
-    settings: dict[str, object] = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
-    return settings.get("task_type") == "SEQ_CLS"
 
 
 def adapter_settings(folder: Path) -> dict[str, Any]:
