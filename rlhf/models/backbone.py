@@ -392,7 +392,11 @@ def merge_adapter(base: M, folder: Path) -> M:
     Raises:
         ModelError: the adapter cannot be loaded.
     """
-    merged = cast(M, _adapted(base, folder, trainable=False).merge_and_unload())
+    adapted = _adapted(base, folder, trainable=False)
+    try:
+        merged = cast(M, adapted.merge_and_unload())
+    except RuntimeError as error:
+        raise ModelError(f"cannot merge the adapter in {str(folder)!r}: {_first_line(error)}") from error
     return merged.requires_grad_(True)  # peft freezes adapted weights
 
 

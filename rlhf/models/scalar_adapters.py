@@ -98,12 +98,25 @@ def load_adapted(
     if folder is not None:
         if lora is not None:
             note_overruled(overruled_settings(model.classifier.base_model, lora, folder))
-        add_adapters(model, settings_in(folder), base_path)
+        try:
+            add_adapters(model, _within_body(settings_in(folder), model.classifier.base_model_prefix), base_path)
+        except ValueError as error:
+            raise ModelError(
+                f"cannot keep the adapter in {str(folder)!r} apart from its base: {error} Set lora.start=merge, or "
+                "weights=auto for a model that is not trained"
+            ) from error
         load_adapter_weights(model, folder)
     elif lora is not None:
         with quiet_peft():
             add_adapters(model, peft_settings(model.classifier.base_model, lora, None), base_path)
     return freeze(model) if lora is None else model
+
+
+def _within_body(settings: Any, prefix: str) -> Any:
+    """Name the modules of an adapter by their paths in the backbone; peft names them by paths in the classifier."""
+    if not isinstance(settings.target_modules, str):
+        settings.target_modules = {name.removeprefix(f"{prefix}.") for name in settings.target_modules}
+    return settings
 
 
 def kept_adapter(path: str, lora: LoraConfig | None) -> Path | None:

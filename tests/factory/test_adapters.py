@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from peft import PeftModel
+from peft import LoraConfig as Settings
+from peft import PeftModel, get_peft_model
 from quick import quick
 from runs import (
     brief_tree,
@@ -282,6 +283,29 @@ def test_untrained_steps_from_a_reward_model_s_adapter_export_what_it_computes(k
         loaded += [(by_us, run / "adapter"), (by_peft, run / "adapter")] if export == "both" else []
         for load, folder in loaded:
             assert torch.allclose(computed(load(folder), folder), expected, atol=1e-5), (load, folder)
+
+
+@pytest.mark.parametrize(("targets", "fits"), [("all-linear", True), (["q_proj"], True), (r"model\..*\.q_proj", False)])
+def test_a_reward_model_s_adapter_by_plain_peft_is_continued(
+    targets: Any, fits: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Peft names all linear layers by their paths in the classifier."""
+    tree = rm_tree(tmp_path, lora={"start": "continue"}, export="both", export_dtype="float32", lr=0.0)
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
+    settings = Settings(r=2, init_lora_weights=False, target_modules=targets, task_type="SEQ_CLS")
+    with quiet_peft():
+        get_peft_model(base, settings).save_pretrained(tmp_path / "start")
+    AutoTokenizer.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "start")
+    tree["model"]["model"] = str(tmp_path / "start")
+    if not fits:
+        (tmp_path / "rm.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+        assert main(["reward", str(tmp_path / "rm.yaml")]) == 2
+        assert "Set lora.start=merge" in " ".join(capsys.readouterr().err.split())
+        return
+    run = train_reward_model(tree, tmp_path)
+    expected = scores(by_peft(tmp_path / "start").eval(), run / "model")
+    assert torch.allclose(scores(by_peft(run / "adapter"), run / "model"), expected, atol=1e-5)
+    assert torch.allclose(scores(by_us(run / "model"), run / "model"), expected, atol=1e-5)
 
 
 def test_a_reward_model_tells_of_the_settings_that_its_continued_adapter_overrules(tmp_path: Path) -> None:

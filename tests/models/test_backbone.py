@@ -275,6 +275,17 @@ def test_an_adapter_of_a_layer_that_shares_its_weight_is_not_merged(
         load_causal_lm(str(tmp_path / "adapter"))
 
 
+@pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning")
+def test_an_adapter_that_cannot_be_merged_is_a_model_error(tmp_path: Path) -> None:
+    """Its layers have biases, and the layers of its base have none."""
+    path = saved(tiny(), tmp_path / "base")
+    settings = Settings(r=2, target_modules=["q_proj"], lora_bias=True, task_type="CAUSAL_LM")
+    with quiet_peft():
+        get_peft_model(load_causal_lm(path), settings).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ModelError, match=r"cannot merge the adapter in .*lora_bias"):
+        load_causal_lm(str(tmp_path / "adapter"))
+
+
 def test_the_adapter_of_a_reward_model_is_not_loaded_as_a_causal_lm(tmp_path: Path) -> None:
     path = saved(tiny(), tmp_path / "base")
     add_lora(load_causal_lm(path), LoraConfig(r=2)).save_pretrained(tmp_path / "adapter")
