@@ -135,6 +135,12 @@ def base_of_adapter(folder: Path) -> str:
     return base
 
 
+def adapts_classifier(folder: Path) -> bool:
+    """Return whether the adapter in `folder` belongs to a sequence classifier."""
+    settings: dict[str, object] = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    return settings.get("task_type") == "SEQ_CLS"
+
+
 def _locate(path: str) -> ModelLocation:
     expanded = Path(path).expanduser()
     if expanded.is_file():

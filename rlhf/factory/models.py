@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.sections import OnlineConfig, PolicyConfig, TrainConfig
-from rlhf.data.tokenizer import base_of_adapter, load_tokenizer, locate_model, shares_vocabulary
+from rlhf.config.weights import LoraConfig
+from rlhf.data.tokenizer import adapts_classifier, base_of_adapter, load_tokenizer, locate_model, shares_vocabulary
 from rlhf.errors import ConfigError
 from rlhf.factory.context import RunContext
 from rlhf.factory.exported import export_policy
@@ -33,7 +35,7 @@ from rlhf.models.export import Origin, read_origin
 from rlhf.models.folders import CRITIC, MODEL, member_folders, model_folder
 from rlhf.models.lora import overruled_settings
 from rlhf.models.policy_models import Ema, Models, SharedValueHead, keep_in_bfloat16
-from rlhf.models.scalar_adapters import load_adapted, load_adapter_weights
+from rlhf.models.scalar_adapters import kept_adapter, load_adapted, load_adapter_weights
 from rlhf.models.scalar_head import ScalarHeadModel, load_reward_heads, load_scalar_head, single_head
 from rlhf.models.stored import store_weights
 from rlhf.models.text_config import text_config
@@ -68,17 +70,50 @@ def _load_or_resume(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, co
         return load_policy(config, start if resume is None else str(resume / MODEL), tokenizer, engine)
     adapter = continued_adapter(config)
     base_path = start if adapter is None else base_of_adapter(adapter)
+    check_base("policy", config, base_path)
     base = bases_of(engine).load(
         base_path, config.weights, dtype=config.dtype, trust_remote_code=config.trust_remote_code
     )
     check_vocabulary(base, tokenizer, base_path)
-    if adapter is not None and (texts := overruled_settings(base, config.lora, adapter)):
-        context.note(
-            f"warning: policy.lora.start=continue trains the adapter {config.model} as it is: {'; '.join(texts)}"
-        )
+    if adapter is not None:
+        note_overruled(context, "policy", config.model, overruled_settings(base, config.lora, adapter))
     folder = adapter if resume is None else resume / MODEL
     model = add_lora(base, config.lora) if folder is None else load_adapter(base, folder)
     return prepare_policy(model, config, tokenizer, base_path)
+
+
+def note_overruled(context: RunContext, section: str, path: str, settings: list[str]) -> None:
+    """Note the settings that differ from the adapter at `path`, which is trained further; none if there are none."""
+    if settings:
+        context.note(
+            f"warning: {section}.lora.start=continue trains the adapter {path} as it is: {'; '.join(settings)}"
+        )
+
+
+def note_merged(context: RunContext, section: str, path: str, lora: LoraConfig) -> None:
+    """Note that the adapter of a causal LM cannot be trained further as the adapter of a scalar head."""
+    if lora.start == "continue" and locate_model(path).is_adapter and kept_adapter(path, lora) is None:
+        context.note(
+            f"warning: {section}.lora.start=continue has no effect: {path} is the adapter of a causal LM, so that it "
+            "is merged into its base and a new adapter is trained"
+        )
+
+
+def check_base(section: str, config: PolicyConfig, base: str) -> None:
+    """Check that an adapter that is to be exported stands on a whole model; errors name the `section`.
+
+    Raises:
+        ConfigError: its base is an adapter merged into another model, which is in no folder that peft could load.
+    """
+    location = locate_model(base)
+    if config.lora is None or config.export == "merged" or not location.is_adapter:
+        return
+    continues = config.lora.start == "merge" and adapts_classifier(Path(location.name)) == (section == "model")
+    advice = f", or {section}.lora.start=continue to train {base} further" if continues else ""
+    raise ConfigError(
+        f"{section}.export is {config.export}, but {base}, the base of the adapter of this run, is an adapter itself, "
+        f"and peft loads one adapter onto a whole model: set {section}.export=merged{advice}"
+    )
 
 
 def continued_adapter(config: PolicyConfig) -> Path | None:
@@ -193,8 +228,17 @@ def _load_critic(config: OnlineConfig, context: RunContext, tokenizer: PreTraine
     seed, head = derive_seed(context.seed, "critic"), config.critic.head
     if lora is not None:
         weights = config.critic.weights
-        new_head = head if is_new else None
-        critic = load_adapted(start, tokenizer, lora, weights=weights, new_head=new_head, seed=seed, **settings)
+        note_merged(context, "critic", start, lora)
+        critic = load_adapted(
+            start,
+            tokenizer,
+            lora,
+            weights=weights,
+            new_head=head if is_new else None,
+            seed=seed,
+            note_overruled=partial(note_overruled, context, "critic", start),
+            **settings,
+        )
         if saved is not None:
             load_adapter_weights(critic, saved)
     elif is_new:

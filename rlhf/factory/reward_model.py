@@ -21,14 +21,14 @@ from rlhf.evaluation.during_run import PairEvaluation
 from rlhf.factory.context import RunContext, keep_best, open_context, total_steps
 from rlhf.factory.data import mix
 from rlhf.factory.exported import export_scalar_head, rounded_inputs
-from rlhf.factory.models import build_tokenizer, read_export_origin
+from rlhf.factory.models import build_tokenizer, check_base, note_merged, note_overruled, read_export_origin
 from rlhf.factory.reward_card import CARD_PAIRS, PAIRS, RewardModelRun
 from rlhf.models.backbone import context_length, enable_gradient_checkpointing
 from rlhf.models.folders import MODEL, model_folder
 from rlhf.models.logprobs import FastWays, of_bodies
 from rlhf.models.lora import Dropout
 from rlhf.models.saving import save_scalar_head
-from rlhf.models.scalar_adapters import load_adapted, load_adapter_weights
+from rlhf.models.scalar_adapters import base_below, load_adapted, load_adapter_weights
 from rlhf.models.scalar_head import EnsembleHeadModel, ScalarHeadModel, as_ensemble, load_reward_heads, load_scalar_head
 from rlhf.models.stored import store_weights
 from rlhf.runtime.device import choose_precision
@@ -186,7 +186,18 @@ def _load_model(
     member = how.number("head")
     seed = derive_seed(context.seed, "reward model", *(() if member is None else ("member", member)))
     if lora is not None:
-        model = load_adapted(path, tokenizer, lora, weights=weights, new_head="normal", seed=seed, **settings)
+        check_base("model", config.model, base_below(path, lora))
+        note_merged(context, "model", path, lora)
+        model = load_adapted(
+            path,
+            tokenizer,
+            lora,
+            weights=weights,
+            new_head="normal",
+            seed=seed,
+            note_overruled=partial(note_overruled, context, "model", path),
+            **settings,
+        )
     elif context.resume:
         model = load_reward_heads(path, tokenizer, **settings)
     else:

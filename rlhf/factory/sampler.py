@@ -19,12 +19,14 @@ from rlhf.config.data import ChatFormat
 from rlhf.config.sections import SamplingConfig, TrainConfig
 from rlhf.data.conversation import Message, Prompt
 from rlhf.data.prompts import encode_conversations
-from rlhf.data.tokenizer import load_tokenizer, locate_model, make_encoder, pad_id, stop_token_ids
+from rlhf.data.tokenizer import base_of_adapter, load_tokenizer, locate_model, make_encoder, pad_id, stop_token_ids
 from rlhf.environments.section import EnvironmentConfig
 from rlhf.errors import DataError, ModelError
+from rlhf.factory.models import continued_adapter
 from rlhf.models.backbone import check_vocabulary, context_length, eos_ids, freeze, load_causal_lm, move_to
 from rlhf.models.export import GENERATION
 from rlhf.models.folders import model_folder
+from rlhf.models.lora import settings_in
 from rlhf.models.policy_models import Models
 from rlhf.models.weight_files import local_folder
 from rlhf.runtime.device import choose_device
@@ -130,16 +132,18 @@ def _launched(config: TrainConfig, server: Server, logs: Path) -> list[LaunchedS
     if launch is None:
         return []
     made = []
+    adapter, lora = continued_adapter(config.policy), config.policy.lora
+    rank = None if lora is None else lora.r if adapter is None else int(settings_in(adapter).r)
     for number in range(launch.count):
         port = launch.port + number
         asked = Launch(
-            model=model_folder(config.policy.model),
+            model=model_folder(config.policy.model) if adapter is None else base_of_adapter(adapter),
             port=port,
             dtype=config.policy.dtype,
             device=config.run.device,
             threads=torch.get_num_threads(),
             tf32=config.run.tf32,
-            lora_rank=None if config.policy.lora is None else config.policy.lora.r,
+            lora_rank=rank,
         )
         command = [*server.command(asked), *launch.arguments]
         environment = {**server.launch_environment(asked), **launch.environment}

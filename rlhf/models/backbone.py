@@ -22,6 +22,7 @@ from rlhf.config.weights import LoraConfig
 from rlhf.data.tokenizer import (
     CUT_OFF,
     ModelLocation,
+    adapts_classifier,
     base_of_adapter,
     cut_off_reason,
     locate_model,
@@ -30,7 +31,7 @@ from rlhf.data.tokenizer import (
 from rlhf.errors import ModelError
 from rlhf.models.adapters import base_model, is_adapted
 from rlhf.models.kernels.quantized import KINDS
-from rlhf.models.lora import Dropout, adding, peft_settings, quiet_peft, train_saved_modules
+from rlhf.models.lora import Dropout, adding, peft_settings, quiet_peft, shared_adapted, train_saved_modules
 from rlhf.models.stored import make_dense, quantize_layer, store_weights
 from rlhf.models.text_config import text_config
 from rlhf.models.weight_files import load_by_module, load_split, local_folder
@@ -133,11 +134,13 @@ def load_causal_lm(
     location = locate_model(path)
     if location.is_adapter:
         folder = Path(location.name)
+        _check_writes(path, is_classifier=adapts_classifier(folder))
         base = load_causal_lm(base_of_adapter(folder), dtype=dtype, trust_remote_code=trust_remote_code)
-        return merge_adapter(base, folder)
+        merged = merge_adapter(base, folder)
+        merged.name_or_path = location.name  # the base that a new adapter over it names
+        return merged
     config = load_model_config(path, trust_remote_code=trust_remote_code)
-    if any("Classification" in name for name in config.architectures or []):
-        raise ModelError(f"{path} is a reward model: it writes nothing. Name a run of a policy, or a causal LM")
+    _check_writes(path, is_classifier=any("Classification" in name for name in config.architectures or []))
     try:
         model = _load_split(location, config, dtype, trust_remote_code, engine)
         if model is None and kept in KINDS:
@@ -156,6 +159,11 @@ def load_causal_lm(
         _forget_quantization(model)
         model.name_or_path = location.path  # the base that an adapter names: the file, its folder may hold others
     return _plain_generation(train_pad_embedding(align_weights(model)))
+
+
+def _check_writes(path: str, *, is_classifier: bool) -> None:
+    if is_classifier:
+        raise ModelError(f"{path} is a reward model: it writes nothing. Name a run of a policy, or a causal LM")
 
 
 def _load_split(
@@ -281,8 +289,9 @@ def load_adapter(base: PreTrainedModel, folder: Path, *, trainable: bool = True)
     """Load the adapter saved in `folder` onto the base model, trainable or frozen.
 
     Raises:
-        ModelError: the adapter cannot be loaded.
+        ModelError: the adapter cannot be loaded, or is a reward model's.
     """
+    _check_writes(str(folder), is_classifier=adapts_classifier(folder))
     adapted = cast(CausalLM, _adapted(base, folder, trainable=trainable))
     if trainable:
         train_saved_modules(adapted)
@@ -383,7 +392,11 @@ def merge_adapter(base: M, folder: Path) -> M:
     Raises:
         ModelError: the adapter cannot be loaded.
     """
-    merged = cast(M, _adapted(base, folder, trainable=False).merge_and_unload())
+    adapted = _adapted(base, folder, trainable=False)
+    try:
+        merged = cast(M, adapted.merge_and_unload())
+    except RuntimeError as error:
+        raise ModelError(f"cannot merge the adapter in {str(folder)!r}: {_first_line(error)}") from error
     return merged.requires_grad_(True)  # peft freezes adapted weights
 
 
@@ -392,9 +405,15 @@ def _adapted(base: nn.Module, folder: Path, *, trainable: bool) -> PeftModel:
 
     try:
         with quiet_peft():
-            return Peft.from_pretrained(cast(PreTrainedModel, base), str(folder), is_trainable=trainable)
+            adapted = Peft.from_pretrained(cast(PreTrainedModel, base), str(folder), is_trainable=trainable)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load the adapter in {str(folder)!r}: {_first_line(error)}") from error
+    if names := shared_adapted(adapted):
+        raise ModelError(
+            f"cannot load the adapter in {str(folder)!r}: it changes {names[0]}, whose weight another layer of its "
+            "base shares, so that it cannot be merged. Train an adapter without this layer"
+        )
+    return adapted
 
 
 def merged_copy(model: CausalLM, state: dict[str, Tensor] | None) -> PreTrainedModel:

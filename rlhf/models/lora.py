@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from rlhf.config.weights import LoraConfig
 from rlhf.errors import ConfigError, did_you_mean
@@ -28,13 +30,13 @@ def peft_settings(model: nn.Module, config: LoraConfig, task: str | None) -> Any
         task: peft's name of the model's task, CAUSAL_LM or SEQ_CLS.
 
     Raises:
-        ConfigError: a module that is named is not there, or one to save shares its weight.
+        ConfigError: a module that is named is not there, or shares its weight.
     """
     from peft import LoraConfig as Settings
 
     target = config.target_modules
     _check_named(model, config)
-    _check_saved(model, config.modules_to_save)
+    _check_shared(model, config)
     return Settings(
         r=config.r,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
@@ -52,17 +54,14 @@ PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_r
 
 def overruled_settings(base: nn.Module, config: LoraConfig, folder: Path) -> list[str]:
     """Describe each given setting that differs from the adapter in `folder`, which is trained further."""
-    from peft import PeftConfig
-    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
-
-    own: Any = PeftConfig.from_pretrained(str(folder))
+    own = settings_in(folder)
     if isinstance(own.target_modules, set):
         own.target_modules = sorted(own.target_modules)
-    asked = _maybe_include_all_linear_layers(peft_settings(base, config, "CAUSAL_LM"), base)
+    asked = peft_settings(base, config, None)
 
     def value(settings: Any, name: str) -> Any:
         if name == "target_modules":
-            return [path for path, _ in base.named_modules() if check_target_module_exists(settings, path)]
+            return _targeted(base, settings)
         return getattr(settings, PEFT_NAMES.get(name, name)) or None
 
     return [
@@ -70,6 +69,27 @@ def overruled_settings(base: nn.Module, config: LoraConfig, folder: Path) -> lis
         for name in sorted(config.model_fields_set - {"start"})
         if value(asked, name) != value(own, name)
     ]
+
+
+def settings_in(folder: Path) -> Any:
+    """Read peft's settings of an adapter; the head, which is ours, is left out of the modules that it saves."""
+    from peft import PeftConfig
+
+    settings: Any = PeftConfig.from_pretrained(str(folder))
+    settings.modules_to_save = [n for n in settings.modules_to_save or [] if n not in ("score", "classifier")] or None
+    settings.task_type = None
+    return settings
+
+
+def _targeted(base: nn.Module, settings: Any) -> list[str]:
+    """List the modules of `base` that get an adapter by peft's settings."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if settings.target_modules != "all-linear":
+        return [path for path, _ in base.named_modules() if check_target_module_exists(settings, path)]
+    head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
+    linear = nn.Linear, Conv1D
+    return [path for path, part in base.named_modules() if isinstance(part, linear) and part is not head]
 
 
 def _of_half(model: nn.Module, half: str) -> list[str]:
@@ -108,21 +128,39 @@ def _check_named(model: nn.Module, config: LoraConfig) -> None:
                 )
 
 
-def _check_saved(model: nn.Module, names: list[str]) -> None:
-    """Check that a module that is trained whole shares its weight with no other, which would stay as it was."""
+def _check_shared(model: nn.Module, config: LoraConfig) -> None:
+    """Check that a module that gets an adapter by its name, or is trained whole, shares its weight with no other.
+
+    Raises:
+        ConfigError: one does; merged into its weight, the change would reach the other as well.
+    """
+    targets = config.target_modules if isinstance(config.target_modules, list) else []
+    for key, names in (("target_modules", targets), ("modules_to_save", config.modules_to_save)):
+        for paths in shared_weights(model):
+            mine = [path for path in paths if any(f".{path}".endswith(f".{name}") for name in names)]
+            if mine:
+                other = next(path for path in paths if path != mine[0])
+                raise ConfigError(
+                    f"lora.{key} has {mine[0].rpartition('.')[2]}, which shares its weight with {other} in this model, "
+                    "so that one cannot change without the other: leave it out, or train all weights (no lora)"
+                )
+
+
+def shared_weights(model: nn.Module) -> list[list[str]]:
+    """List the paths of the modules that share their weight, those of one weight together."""
     holders: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is not None:
             holders.setdefault(id(weight), []).append(path)
-    for shared in (paths for paths in holders.values() if len(paths) > 1):
-        mine = [path for path in shared if path.rpartition(".")[2] in names]
-        if mine:
-            other = next(path for path in shared if path != mine[0])
-            raise ConfigError(
-                f"lora.modules_to_save has {mine[0].rpartition('.')[2]}, whose weight is also that of {other} in this "
-                "model, which would stay as it was: leave it out, or train all weights (no lora)"
-            )
+    return [paths for paths in holders.values() if len(paths) > 1]
+
+
+def shared_adapted(adapted: nn.Module) -> list[str]:
+    """List the modules that an adapter changes although another has the same weight: to merge would change both."""
+    kept = (".base_layer", ".original_module")
+    paths = [path for paths in shared_weights(adapted) for path in paths if path.endswith(kept)]
+    return [path.rpartition(".")[0].removeprefix("base_model.model.") for path in paths]
 
 
 def train_saved_modules(model: nn.Module) -> None:

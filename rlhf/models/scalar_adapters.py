@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,18 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from rlhf.config.sections import HeadInit
 from rlhf.config.weights import LoraConfig
-from rlhf.data.tokenizer import base_of_adapter, locate_model
+from rlhf.data.tokenizer import adapts_classifier, base_of_adapter, locate_model
 from rlhf.errors import ModelError
 from rlhf.models.backbone import check_vocabulary, freeze, move_to, weight_dtype
 from rlhf.models.bases import bases_of
 from rlhf.models.export import classifier_padding
 from rlhf.models.kernels.cast import HALF_DTYPES
-from rlhf.models.lora import adding, peft_settings, quiet_peft, train_saved_modules
+from rlhf.models.lora import adding, overruled_settings, peft_settings, quiet_peft, settings_in, train_saved_modules
 from rlhf.models.scalar_head import (
     ADAPTER_KEEPS,
     EnsembleHeadModel,
     ScalarHeadModel,
     adapter_settings,
-    adapts_classifier,
     cannot_load,
     ensemble_size,
     has_scalar_head,
@@ -60,6 +59,7 @@ def load_adapted(
     seed: int = 0,
     dtype: str = "float32",
     trust_remote_code: bool = False,
+    note_overruled: Callable[[list[str]], None] = lambda _: None,
 ) -> ScalarHeadModel:
     """Load a critic or reward model over a frozen backbone: with adapters to train, or frozen as a whole.
 
@@ -72,43 +72,64 @@ def load_adapted(
         new_head: how a head is initialized; None: `path` has one.
         engine: the engine of the run, whose bases are shared.
         dtype: the dtype of the arithmetic.
+        note_overruled: gets the settings of `lora` that differ from the adapter that is trained further.
 
     Raises:
         ModelError: the model cannot be loaded, or lacks the scalar head that is expected.
     """
-    location = locate_model(path)
     settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    stays = (
-        location.is_adapter and (lora is None or lora.start == "continue") and adapts_classifier(Path(location.name))
-    )
+    folder, base_path = kept_adapter(path, lora), base_below(path, lora)
     if engine.splits_weights:
-        if stays:
+        if folder is not None:
             raise ModelError(f"{path!r} is an adapter, which ZeRO-3 does not keep apart: set lora.start=merge")
         random_state = torch.get_rng_state()
         model = _whole(path, tokenizer, new_head, seed, weights, engine=engine, **settings)
         torch.set_rng_state(random_state)
         if new_head is not None and not _is_classifier(path):  # so that the adapters start as on a shared base
             _new_head(text_config(model.classifier).hidden_size, 1)
-        base_path = path
-    elif stays:
-        folder = Path(location.name)
-        base_path = base_of_adapter(folder)
+    elif folder is not None:
         model = _on_base(base_path, tokenizer, weights, engine, folder=folder, **settings)
     elif new_head is not None and not _is_classifier(path):
-        base_path = path
         model = _on_base(path, tokenizer, weights, engine, **settings)
         initialize_head(model.head, new_head, seed)
     else:
-        base_path = path
         model = _whole(path, tokenizer, new_head, seed, weights, device=engine.device, **settings)
         move_to(model, engine.device)
-    if stays:
-        add_adapters(model, _settings_in(Path(location.name)), base_path)
-        load_adapter_weights(model, Path(location.name))
+    if folder is not None:
+        if lora is not None:
+            note_overruled(overruled_settings(model.classifier.base_model, lora, folder))
+        try:
+            add_adapters(model, _within_body(settings_in(folder), model.classifier.base_model_prefix), base_path)
+        except ValueError as error:
+            raise ModelError(
+                f"cannot keep the adapter in {str(folder)!r} apart from its base: {error} Set lora.start=merge, or "
+                "weights=auto for a model that is not trained"
+            ) from error
+        load_adapter_weights(model, folder)
     elif lora is not None:
         with quiet_peft():
             add_adapters(model, peft_settings(model.classifier.base_model, lora, None), base_path)
     return freeze(model) if lora is None else model
+
+
+def _within_body(settings: Any, prefix: str) -> Any:
+    """Name the modules of an adapter by their paths in the backbone; peft names them by paths in the classifier."""
+    if not isinstance(settings.target_modules, str):
+        settings.target_modules = {name.removeprefix(f"{prefix}.") for name in settings.target_modules}
+    return settings
+
+
+def kept_adapter(path: str, lora: LoraConfig | None) -> Path | None:
+    """Return the folder of the adapter at `path` if it stays one, frozen or trained further; None if it is merged."""
+    location = locate_model(path)
+    stays = location.is_adapter and (lora is None or lora.start == "continue")
+    return Path(location.name) if stays and adapts_classifier(Path(location.name)) else None
+
+
+def base_below(path: str, lora: LoraConfig | None) -> str:
+    """Return the model below the adapters, whose name their configuration gets."""
+    folder = kept_adapter(path, lora)
+    return path if folder is None else base_of_adapter(folder)
 
 
 def _is_classifier(path: str) -> bool:
@@ -204,16 +225,6 @@ def add_adapters(model: ScalarHeadModel, settings: Any, base: str) -> None:
     model.head.requires_grad_(True)
     settings.base_model_name_or_path = base
     model.adapter = settings
-
-
-def _settings_in(folder: Path) -> Any:
-    """Read peft's settings of an adapter; the head, which is ours, is left out of the modules that it saves."""
-    from peft import PeftConfig
-
-    settings: Any = PeftConfig.from_pretrained(str(folder))
-    settings.modules_to_save = [n for n in settings.modules_to_save or [] if n not in ("score", "classifier")] or None
-    settings.task_type = None
-    return settings
 
 
 def _take_settings(classifier: PreTrainedModel, folder: Path) -> None:

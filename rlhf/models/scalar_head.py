@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig as HfConfig
 
 from rlhf.batching import place_live
 from rlhf.config.sections import HeadInit, Packing
-from rlhf.data.tokenizer import ADAPTER, base_of_adapter, locate_model
+from rlhf.data.tokenizer import adapts_classifier, base_of_adapter, locate_model
 from rlhf.errors import ModelError
 from rlhf.models.backbone import (
     align_weights,
@@ -190,11 +190,7 @@ def load_scalar_head(
         causal = load_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
         classifier = _on_backbone_of(causal, path)
     elif location.is_adapter:
-        folder = Path(location.name)
-        described = adapter_settings(folder)
-        base = base_of_adapter(folder)
-        classifier = _load_classifier(base, dtype=dtype, trust_remote_code=trust_remote_code, settings=described)
-        classifier = merge_adapter(classifier, folder)
+        classifier = _load_adapter(Path(location.name), dtype=dtype, trust_remote_code=trust_remote_code)
     else:
         if new_head is None and not _has_scalar_head(load_model_config(path, trust_remote_code=trust_remote_code)):
             raise no_reward_model(path)
@@ -243,6 +239,17 @@ def _load_classifier(
     return classifier
 
 
+def _load_adapter(folder: Path, **how: Any) -> PreTrainedModel:
+    """Load a classifier's adapter merged into its base, which may be another adapter; its head is in the folder."""
+    path, settings = base_of_adapter(folder), adapter_settings(folder)
+    base = locate_model(path)
+    if base.gguf is None and not base.is_adapter:
+        return merge_adapter(_load_classifier(path, **how, settings=settings), folder)
+    is_classifier = base.is_adapter and adapts_classifier(Path(base.name))
+    below = _load_adapter(Path(base.name), **how) if is_classifier else load_causal_lm(path, **how)
+    return merge_adapter(_on_backbone_of(below, path, settings), folder)
+
+
 def cannot_load(path: str, config: HfConfig, error: Exception) -> ModelError:
     """Build the error of a classifier that cannot be loaded; transformers lists every class that it has."""
     if not str(error).startswith("Unrecognized configuration class"):
@@ -254,14 +261,18 @@ def cannot_load(path: str, config: HfConfig, error: Exception) -> ModelError:
     )
 
 
-def _on_backbone_of(causal: PreTrainedModel, path: str) -> PreTrainedModel:
-    config = copy.deepcopy(causal.config)
-    config.num_labels = 1
+def _on_backbone_of(
+    model: PreTrainedModel, path: str, settings: Mapping[str, Any] = MappingProxyType({})
+) -> PreTrainedModel:
+    config = copy.deepcopy(model.config)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    config.num_labels = ensemble_size(config)
     try:
-        classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=causal.dtype)
+        classifier: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=model.dtype)
     except ValueError as error:
         raise cannot_load(path, config, error) from error
-    classifier.base_model.load_state_dict(causal.base_model.state_dict(), assign=True)
+    classifier.base_model.load_state_dict(model.base_model.state_dict(), assign=True)
     return classifier
 
 
@@ -270,12 +281,6 @@ def _check_head(classifier: PreTrainedModel, path: str) -> None:
         raise ModelError(
             f"{path!r}: {type(classifier).__name__} keeps its head elsewhere than in `score`; not supported"
         )
-
-
-def adapts_classifier(folder: Path) -> bool:
-    """Return whether the adapter in `folder` belongs to a sequence classifier."""
-    settings: dict[str, object] = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
-    return settings.get("task_type") == "SEQ_CLS"
 
 
 def adapter_settings(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from rlhf.config.sections import OnlineConfig, RewardModelConfig, RunConfiguration
 from rlhf.config.weights import LoraConfig
+from rlhf.planning.shapes import adapter_at, continued_adapter, path_of_base
 from rlhf.section import Section
 
 S = TypeVar("S", bound=Section)
@@ -79,7 +80,12 @@ def _checkpointing(config: RunConfiguration) -> dict[str, Any]:
 
 def _adapter_alone(config: RunConfiguration) -> dict[str, Any]:
     name, section = next(iter(_sections(config).items()))
-    return {f"{name}.export": "adapter"} if section.lora is not None and section.export == "merged" else {}
+    if section.lora is None or section.export != "merged":
+        return {}
+    is_reward_model = isinstance(config, RewardModelConfig)
+    continues = continued_adapter(section.model, section.lora, head=not is_reward_model)
+    is_over_adapter = adapter_at(path_of_base(section.model) if continues else section.model)
+    return {} if is_over_adapter else {f"{name}.export": "adapter"}
 
 
 def _micro_batch(config: RunConfiguration) -> dict[str, Any]:

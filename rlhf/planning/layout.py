@@ -21,7 +21,7 @@ from rlhf.config.sections import (
 )
 from rlhf.errors import ModelError
 from rlhf.planning.arithmetic import SIZES, Arithmetic, Bytes, PassRows
-from rlhf.planning.shapes import Shape, path_of_base, read_shape
+from rlhf.planning.shapes import Shape, continued_adapter, path_of_base, read_shape, resolved
 from rlhf.rewards.source import sources_in
 
 NO_GRAD_PASSES = 4  # micro-batches in a pass without gradient on a CPU; rlhf.training.online_run
@@ -190,13 +190,15 @@ class _Planner:
         """Return a role that is trained, whole or by adapters."""
         shape = self.shape(path, None if name == "policy" else self.policy)
         numbers = shape.parameters if head else shape.backbone
-        lora, kept = section.lora, section.weights
+        lora, kept, continued = section.lora, section.weights, continued_adapter(path, section.lora, head=head)
+        base = path_of_base(path) if continued else resolved(path)
         wide = SIZES["float64"] if dtype == "float64" else SIZES["float32"]
         if lora is None:
             size = wide if kept == "auto" else SIZES[kept]
             weights, adapters, trained = numbers * size, 0, numbers
         else:
-            size, adapters = wide, shape.adapters(lora.r, adapter_targets(lora.target_modules))
+            r, targets = continued.get("r", lora.r), continued.get("target_modules", lora.target_modules)
+            size, adapters = wide, shape.adapters(r, adapter_targets(targets))
             adapters += 0 if head else shape.hidden
             weights, trained = self.frozen_bytes(shape, kept, head=head, dtype=dtype, over=True), adapters
         is_narrow = kept not in ("auto", "float32") and (self.device == "cuda" or lora is not None)  # as it is read
@@ -204,7 +206,7 @@ class _Planner:
             name=name,
             shape=shape,
             how=self.arithmetic(shape, dtype=dtype, entropy=entropy),
-            base=f"{path_of_base(path)} {'float32' if lora is not None and kept == 'auto' else kept}",
+            base=f"{base} {'float32' if lora is not None and kept == 'auto' else kept}",
             weights=weights,
             loaded=weights if is_narrow else max(weights, numbers * wide),
             kept=kept,

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.weights import LoraConfig
+
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 WRITTEN_OUT = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3", "gemma3_text")
@@ -170,12 +172,29 @@ def read_shape(path: str, *, may_make: bool = False) -> Shape | None:
     return None if shape is None else _as_stored(shape, folder)
 
 
+def adapter_at(path: str) -> dict[str, Any]:
+    """Return peft's settings of the adapter at `path`; empty if there is a whole model or nothing."""
+    folder = _folder(path)
+    return {} if folder is None else read_json(folder / ADAPTER)
+
+
+def continued_adapter(path: str, lora: LoraConfig | None, *, head: bool) -> dict[str, Any]:
+    """Return peft's settings of the adapter at `path` if it is trained further; empty if it is merged.
+
+    `head`: whether the model has an LM head; a scalar head continues a reward model's adapter only.
+    """
+    settings = {} if lora is None or lora.start == "merge" else adapter_at(path)
+    return settings if head or settings.get("task_type") == "SEQ_CLS" else {}
+
+
 def path_of_base(path: str) -> str:
     """Return the model below an adapter's folder, or the path itself: the same for all models on one base."""
-    folder = _folder(path)
-    base = None if folder is None else read_json(folder / ADAPTER).get("base_model_name_or_path")
-    name = path if base is None else str(base)
-    return str(Path(name).resolve()) if Path(name).exists() else name
+    return resolved(str(adapter_at(path).get("base_model_name_or_path") or path))
+
+
+def resolved(path: str) -> str:
+    """Return the whole path of a file or folder; a hub id unchanged."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def _folder(path: str) -> Path | None:
@@ -187,7 +206,8 @@ def _folder(path: str) -> Path | None:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return None
-    return folder / "model" if (folder / "model" / CONFIG).is_file() and (folder / "config.yaml").is_file() else folder
+    is_exported = any((folder / "model" / name).is_file() for name in (CONFIG, ADAPTER))
+    return folder / "model" if is_exported and (folder / "config.yaml").is_file() else folder
 
 
 def _cached(name: str, *, may_make: bool) -> Shape | None:

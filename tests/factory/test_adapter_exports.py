@@ -26,8 +26,9 @@ from transformers import (
 
 from rlhf.commands.push import card_of_run
 from rlhf.config.load import train_config
+from rlhf.errors import ConfigError
 from rlhf.factory.run import build_run
-from rlhf.models.backbone import body_of
+from rlhf.models.backbone import body_of, load_causal_lm
 from rlhf.models.kernels.llama.forward import supports_fused
 from rlhf.models.kernels.quantized import QuantizedLinear
 from rlhf.models.lora import quiet_peft
@@ -226,3 +227,68 @@ def test_an_adapter_has_no_placeholder_for_a_card(tmp_path: Path) -> None:
     folder = Path(tree["run"]["out_dir"])
     assert (folder / "model" / "adapter_config.json").is_file()
     assert list(folder.rglob("README.md")) == []
+
+
+FIRST = {
+    "lora": {},
+    "rslora": {"rslora": True, "alpha": 3.0},
+    "dora": {"dora": True},
+    "modules_to_save": {"modules_to_save": ["lm_head"], "target_modules": ["q_proj", "down_proj"]},
+}
+
+
+def train_first(folder: Path, **lora: Any) -> Path:
+    """Train an adapter over a small Llama, whose head has weights of its own; return the adapter's folder."""
+    make_model(folder / "model")
+    tree = tree_of("sft", folder, lora={"r": 2, **lora}, export="adapter", lr=3e-2)
+    tree["run"]["out_dir"] = str(folder / "first")
+    trained(tree)
+    return folder / "first" / "model"
+
+
+def by_peft(adapter: Path) -> torch.Tensor:
+    """The logits of an adapter as plain peft loads it: onto the base that its configuration names."""
+    base = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    with quiet_peft():
+        return logits(PeftModel.from_pretrained(plain(Path(base)), str(adapter)))
+
+
+@pytest.mark.parametrize("kind", FIRST)
+def test_untrained_steps_from_an_adapter_export_what_it_computes(kind: str, tmp_path: Path) -> None:
+    first = train_first(tmp_path, **FIRST[kind])
+    expected = by_peft(first)
+    assert (expected - logits(plain(tmp_path / "model"))).abs().max() > 0.01
+    for start, export in (("merge", "merged"), ("continue", "both")):
+        lora = {"r": 2, **FIRST[kind], "start": start}
+        tree = tree_of("sft", tmp_path, model=str(first), lora=lora, lr=0.0, export=export, export_dtype="float32")
+        run = Path(tree["run"]["out_dir"]).with_name(start)
+        trained({**tree, "run": {**tree["run"], "out_dir": str(run)}, "checkpoint": {"every": 1}})
+        assert torch.allclose(logits(plain(run / "model")), expected, atol=1e-5)
+        for folder in (run / "model", run / "checkpoints" / "step-000002" / "model"):
+            assert torch.allclose(logits(load_causal_lm(str(folder))), expected, atol=1e-5)
+        if export == "both":
+            assert torch.allclose(by_peft(run / "adapter"), expected, atol=1e-5)
+            assert torch.allclose(logits(load_causal_lm(str(run / "adapter"))), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("export", ["adapter", "both"])
+def test_an_adapter_over_a_merged_adapter_is_not_exported_as_one(export: str, tmp_path: Path) -> None:
+    """Its base is in no folder, so that peft would load it onto another."""
+    first = train_first(tmp_path)
+    tree = tree_of("sft", tmp_path, model=str(first), export=export)
+    with pytest.raises(ConfigError, match=r"policy\.export=merged, or policy\.lora\.start=continue to"):
+        build_run(train_config(tree), quiet())
+    assert not Path(tree["run"]["out_dir"]).exists()
+
+
+def test_an_adapter_of_a_checkpoint_over_a_merged_adapter_is_continued_but_not_exported_as_one(tmp_path: Path) -> None:
+    first = train_first(tmp_path)
+    tree = tree_of("sft", tmp_path, model=str(first), lr=3e-2)
+    second = trained({**tree, "checkpoint": {"every": 1}})
+    checkpoint = str(tmp_path / "run" / "checkpoints" / "step-000002" / "model")
+    tree["run"]["out_dir"] = str(tmp_path / "third")
+    tree["policy"] |= {"model": checkpoint, "lora": {"start": "continue"}, "lr": 0.0}
+    with pytest.raises(ConfigError, match=r"set policy\.export=merged$"):
+        build_run(train_config({**tree, "policy": tree["policy"] | {"export": "adapter"}}), quiet())
+    third = trained(tree)
+    assert torch.allclose(logits(third.policy), logits(second.policy), atol=1e-5)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from peft import PeftModel
+from peft import LoraConfig as Settings
+from peft import PeftModel, get_peft_model
 from quick import quick
 from runs import (
     brief_tree,
@@ -28,12 +29,14 @@ from runs import (
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.cli import main
-from rlhf.models.backbone import body_of, load_causal_lm
+from rlhf.config.weights import LoraConfig
+from rlhf.models.backbone import add_lora, body_of, load_causal_lm, save_model
 from rlhf.models.kernels.llama.forward import supports_fused
 from rlhf.models.kernels.quantized import QuantizedLinear
 from rlhf.models.lora import quiet_peft
 from rlhf.models.scalar_head import load_reward_heads
 from rlhf.sampling.generate import HFSampler
+from rlhf.tracking.run_folder import RunFolder
 
 LORA = {"r": 2}
 NF4 = {"lora": LORA, "weights": "nf4"}
@@ -61,13 +64,18 @@ def train_reward_model(tree: dict[str, Any], folder: Path, *overrides: str) -> P
     return Path(tree["run"]["out_dir"])
 
 
-def scores(model: Any, folder: Path) -> torch.Tensor:
-    """Raw scores of a few texts, as transformers reads them."""
+def states(model: Any, folder: Path) -> torch.Tensor:
+    """The hidden states below the scores of a few texts, as transformers computes them."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = [tokenizer(text, return_tensors="pt") for text in ("red one good", "blue bad", "two good good")]
     with torch.no_grad():
-        hidden = [model.base_model(input_ids=one["input_ids"]).last_hidden_state[0, -1] for one in batch]
-        return torch.stack([model.score(states) for states in hidden]).flatten()
+        return torch.stack([model.base_model(input_ids=one["input_ids"]).last_hidden_state[0, -1] for one in batch])
+
+
+def scores(model: Any, folder: Path) -> torch.Tensor:
+    """Raw scores of a few texts, as transformers reads them."""
+    with torch.no_grad():
+        return torch.cat([model.score(row) for row in states(model, folder)])
 
 
 @pytest.mark.parametrize("kind", ["auto", "nf4"])
@@ -232,3 +240,122 @@ def assert_exported(tree: dict[str, Any], folder: Path) -> None:
     ids = torch.tensor([[1, 4, 6, 8]])
     with torch.no_grad():
         assert torch.allclose(plain(ids).logits, ours(ids).logits, atol=1e-5)
+
+
+FIRST = {
+    "lora": {},
+    "rslora": {"rslora": True, "alpha": 3.0},
+    "dora": {"dora": True},
+    "modules_to_save": {"modules_to_save": ["o_proj"], "target_modules": ["q_proj", "down_proj"]},
+}
+
+
+def by_peft(adapter: Path) -> Any:
+    """A reward model's adapter as plain peft loads it: onto the base that its configuration names."""
+    base = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    with quiet_peft():
+        return PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload()
+
+
+def policy_adapter(folder: Path) -> Path:
+    """An adapter over the model in `folder`, in a folder of its own."""
+    adapted = add_lora(load_causal_lm(str(folder / "model")), LoraConfig(r=2))
+    save_model(adapted, AutoTokenizer.from_pretrained(folder / "model"), folder / "policy_adapter")
+    return folder / "policy_adapter"
+
+
+def by_us(folder: Path) -> Any:
+    return load_reward_heads(str(folder), AutoTokenizer.from_pretrained(folder)).classifier
+
+
+@pytest.mark.parametrize("kind", FIRST)
+def test_untrained_steps_from_a_reward_model_s_adapter_export_what_it_computes(kind: str, tmp_path: Path) -> None:
+    """A merged adapter gets a new head; one that is continued has its own."""
+    tree = rm_tree(tmp_path, lora={**LORA, **FIRST[kind]}, export="adapter")
+    first = train_reward_model(tree, tmp_path) / "model"
+    for start, export, computed in (("merge", "merged", states), ("continue", "both", scores)):
+        expected = computed(by_peft(first), first)
+        model = {"model": str(first), "lr": 0.0, "lora": {"start": start}, "export": export, "export_dtype": "float32"}
+        run = train_reward_model(merge(tree, {"run": {"out_dir": str(tmp_path / start)}, "model": model}), tmp_path)
+        loaded = [(by_us, run / "checkpoints" / "step-000004" / "model"), (by_us, run / "model")]
+        loaded += [(AutoModelForSequenceClassification.from_pretrained, run / "model")]
+        loaded += [(by_us, run / "adapter"), (by_peft, run / "adapter")] if export == "both" else []
+        for load, folder in loaded:
+            assert torch.allclose(computed(load(folder), folder), expected, atol=1e-5), (load, folder)
+
+
+@pytest.mark.parametrize(("targets", "fits"), [("all-linear", True), (["q_proj"], True), (r"model\..*\.q_proj", False)])
+def test_a_reward_model_s_adapter_by_plain_peft_is_continued(
+    targets: Any, fits: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Peft names all linear layers by their paths in the classifier."""
+    tree = rm_tree(tmp_path, lora={"start": "continue"}, export="both", export_dtype="float32", lr=0.0)
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
+    settings = Settings(r=2, init_lora_weights=False, target_modules=targets, task_type="SEQ_CLS")
+    with quiet_peft():
+        get_peft_model(base, settings).save_pretrained(tmp_path / "start")
+    AutoTokenizer.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "start")
+    tree["model"]["model"] = str(tmp_path / "start")
+    if not fits:
+        (tmp_path / "rm.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+        assert main(["reward", str(tmp_path / "rm.yaml")]) == 2
+        assert "Set lora.start=merge" in " ".join(capsys.readouterr().err.split())
+        return
+    run = train_reward_model(tree, tmp_path)
+    expected = scores(by_peft(tmp_path / "start").eval(), run / "model")
+    assert torch.allclose(scores(by_peft(run / "adapter"), run / "model"), expected, atol=1e-5)
+    assert torch.allclose(scores(by_us(run / "model"), run / "model"), expected, atol=1e-5)
+
+
+def test_a_reward_model_tells_of_the_settings_that_its_continued_adapter_overrules(tmp_path: Path) -> None:
+    tree = rm_tree(
+        tmp_path, lora={"r": 2, "modules_to_save": ["o_proj"], "target_modules": ["q_proj"]}, export="adapter"
+    )
+    first = train_reward_model(tree, tmp_path) / "model"
+    for number, (change, told) in enumerate([({}, []), ({"r": 3}, ["lora.r=3 has no effect (it has 2)"])]):
+        run = tmp_path / f"again{number}"
+        model = {"model": str(first), "lora": {"start": "continue", **change}}
+        train_reward_model(merge(tree, {"run": {"out_dir": str(run)}, "model": model}), tmp_path)
+        notes = [str(note["text"]) for note in RunFolder(run).read_notes()]
+        start = f"warning: model.lora.start=continue trains the adapter {first} as it is: "
+        assert [text.removeprefix(start) for text in notes if "start=continue" in text] == told
+
+
+def test_a_critic_tells_of_the_settings_that_its_continued_adapter_overrules(tmp_path: Path) -> None:
+    reward = train_reward_model(rm_tree(tmp_path, lora=LORA, export="adapter"), tmp_path) / "model"
+    start = str(policy_adapter(tmp_path))
+    told = {
+        str(reward): f"trains the adapter {reward} as it is: lora.r=3 has no effect (it has 2)",
+        "policy": f"has no effect: {start} is the adapter of a causal LM, so that it is merged into its base and a new "
+        "adapter is trained",
+    }
+    for init, text in told.items():
+        critic = {"init": init, "lora": {"r": 3, "start": "continue"}}
+        tree = brief_tree(tmp_path, policy={"model": start}, critic=critic, schedule={"steps": 1})
+        tree["run"]["out_dir"] = str(tmp_path / Path(init).name)
+        trained(tree)
+        notes = [str(note["text"]) for note in RunFolder(tree["run"]["out_dir"]).read_notes()]
+        assert [note for note in notes if "start=continue" in note] == [f"warning: critic.lora.start=continue {text}"]
+
+
+def test_a_reward_model_s_adapter_over_a_merged_adapter_is_not_exported_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only an adapter of a reward model can be continued, and not the adapter of a policy."""
+    tree = rm_tree(tmp_path, lora=LORA, export="adapter")
+    first = train_reward_model(tree, tmp_path) / "model"
+    advice = "set model.export=merged, or model.lora.start=continue to"
+    for start, can_continue in ((first, True), (policy_adapter(tmp_path), False)):
+        again = merge(tree, {"run": {"out_dir": str(tmp_path / "again")}, "model": {"model": str(start)}})
+        file = tmp_path / "again.yaml"
+        file.write_text(yaml.safe_dump(again), encoding="utf-8")
+        assert main(["reward", str(file)]) == 2
+        text = " ".join(capsys.readouterr().err.split())
+        assert "set model.export=merged" in text
+        assert (advice in text) == can_continue
+        assert not (tmp_path / "again").exists()
+        run = train_reward_model(again, tmp_path, "model.export=merged", "model.export_dtype=float32")
+        kept = run / "checkpoints" / "step-000004" / "model"
+        assert torch.allclose(scores(by_us(kept), kept), scores(by_us(run / "model"), kept), atol=1e-5)
+        shutil.rmtree(run)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig as Settings
+from peft import get_peft_model
 from safetensors.torch import load_file
 from tiny_models import EOS, PAD, VOCAB, ragged, saved, tiny, tokenizer
 from torch import Tensor
@@ -29,6 +31,7 @@ from rlhf.models.backbone import (
     save_model,
 )
 from rlhf.models.logprobs import completion_outputs
+from rlhf.models.lora import overruled_settings, quiet_peft
 
 
 def logprobs(model: PreTrainedModel) -> Tensor:
@@ -202,6 +205,16 @@ def test_lora_targets() -> None:
     assert all("q_proj" in name for name in names)
 
 
+@pytest.mark.parametrize(("family", "layer"), [("llama", "q_proj"), ("gpt2", "c_fc")])
+def test_all_linear_overrules_no_adapter_of_all_linear_layers(tmp_path: Path, family: str, layer: str) -> None:
+    add_lora(tiny(family), LoraConfig(r=2)).save_pretrained(tmp_path)
+    asked = {"all-linear": [], "one": [f"lora.target_modules=['{layer}'] has no effect"]}
+    for targets, told in asked.items():
+        config = LoraConfig(r=2, target_modules="all-linear" if targets == "all-linear" else [layer])
+        texts = overruled_settings(tiny(family), config, tmp_path)
+        assert [text.partition(" (")[0] for text in texts] == told
+
+
 def test_an_adapter_folder_loads_merged_over_its_base(tmp_path: Path) -> None:
     path = saved(tiny(), tmp_path / "base")
     base = load_causal_lm(path, dtype="float64")
@@ -244,6 +257,44 @@ def test_an_adapter_whose_base_is_gone_is_a_model_error(tmp_path: Path) -> None:
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(ModelError, match="base"):
         load_causal_lm(str(tmp_path / "adapter"))
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+@pytest.mark.parametrize("saved_whole", [None, ["lm_head"]])
+def test_an_adapter_of_a_layer_that_shares_its_weight_is_not_merged(
+    tmp_path: Path, saved_whole: list[str] | None
+) -> None:
+    """Peft adds the change of the head to the embedding as well, which is another model."""
+    path = saved(tiny(tie_word_embeddings=True), tmp_path / "base")
+    targets = ["q_proj"] if saved_whole else ["q_proj", "lm_head"]
+    settings = Settings(r=2, target_modules=targets, modules_to_save=saved_whole, task_type="CAUSAL_LM")
+    with quiet_peft():
+        adapted = get_peft_model(load_causal_lm(path), settings)
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with pytest.raises(ModelError, match="changes lm_head, whose weight another layer"):
+        load_causal_lm(str(tmp_path / "adapter"))
+
+
+@pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning")
+def test_an_adapter_that_cannot_be_merged_is_a_model_error(tmp_path: Path) -> None:
+    """Its layers have biases, and the layers of its base have none."""
+    path = saved(tiny(), tmp_path / "base")
+    settings = Settings(r=2, target_modules=["q_proj"], lora_bias=True, task_type="CAUSAL_LM")
+    with quiet_peft():
+        get_peft_model(load_causal_lm(path), settings).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ModelError, match=r"cannot merge the adapter in .*lora_bias"):
+        load_causal_lm(str(tmp_path / "adapter"))
+
+
+def test_the_adapter_of_a_reward_model_is_not_loaded_as_a_causal_lm(tmp_path: Path) -> None:
+    path = saved(tiny(), tmp_path / "base")
+    add_lora(load_causal_lm(path), LoraConfig(r=2)).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"task_type": "SEQ_CLS"}))
+    with pytest.raises(ModelError, match="adapter is a reward model: it writes nothing"):
+        load_causal_lm(str(tmp_path / "adapter"))
+    with pytest.raises(ModelError, match="adapter is a reward model: it writes nothing"):
+        load_adapter(load_causal_lm(path), tmp_path / "adapter")
 
 
 def test_a_damaged_adapter_is_a_model_error(tmp_path: Path) -> None:

@@ -191,8 +191,10 @@ def test_presets_of_targets_and_what_cannot_be_saved_whole() -> None:
     assert targets("mlp") == {"gate_proj", "up_proj", "down_proj"}
     assert targets("all-linear") == targets("attention") | targets("mlp")
     tied = tiny(tie_word_embeddings=True)
-    with pytest.raises(ConfigError, match="embed_tokens, whose weight is also that of lm_head"):
+    with pytest.raises(ConfigError, match=r"modules_to_save has embed_tokens, which shares its weight with lm_head"):
         add_lora(tied, LoraConfig(r=2, modules_to_save=["embed_tokens"]))
+    with pytest.raises(ConfigError, match=r"target_modules has lm_head, which shares its weight with model\.embed"):
+        add_lora(tied, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
     with pytest.raises(ConfigError, match=r"list the names of the layers"):
         add_lora(tiny("gpt2"), LoraConfig(r=2, target_modules="mlp"))
 

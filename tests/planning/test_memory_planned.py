@@ -22,6 +22,7 @@ from rlhf.planning.arithmetic import (
     key_value_cache,
     layer_activations,
 )
+from rlhf.planning.cures import CURES
 from rlhf.planning.layout import Lengths
 from rlhf.planning.memory import least_memory
 from rlhf.planning.plan import Machine, Plan, make_plan
@@ -228,6 +229,42 @@ def test_roles_with_adapters_on_one_base_hold_it_once(weights: str) -> None:
     assert ppo.memory.of("load") < 1.1 * grpo.memory.of("load")
     others = planned("ppo", GPU, critic__init="policy", **{**more, "critic__weights": "bfloat16"})
     assert all(role.weights > 0 for role in others.layout.roles)
+
+
+def write_adapter(folder: Path, task: str = "CAUSAL_LM") -> str:
+    settings = {"base_model_name_or_path": QWEN, "task_type": task, "r": 4, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+def test_a_continued_adapter_is_planned_with_its_own_rank_and_modules(tmp_path: Path) -> None:
+    """A scalar head continues a reward model's adapter only; others are merged below a new one."""
+    shape = published_shape(QWEN)
+    assert shape is not None
+    new, own = shape.adapters(16, "all-linear"), shape.adapters(4, ["q_proj"])
+    path = write_adapter(tmp_path)
+    for start, numbers in (("merge", new), ("continue", own)):
+        lora = {"r": 16, "start": start}
+        assert planned("dpo", model=path, policy__lora=lora).layout.roles[0].adapters == numbers
+        for task in ("SEQ_CLS", "CAUSAL_LM"):
+            tree = settings("dpo", write_adapter(tmp_path, task))
+            tree["model"] = tree.pop("policy") | {"lora": lora}
+            del tree["algorithm"]
+            scalar = make_plan(reward_model_config(tree), CPU).layout.roles[0].adapters
+            assert scalar == (numbers if task == "SEQ_CLS" else new) + shape.hidden
+
+
+def test_a_merged_adapter_shares_no_base_and_is_not_to_be_exported_as_an_adapter(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path)
+    for start, bases, is_whole in (("merge", 2, False), ("continue", 1, True)):
+        kept = {"lora": {"start": start}, "weights": "nf4"}
+        tree = settings("grpo", path)
+        tree["policy"] |= kept
+        tree["reward"] = {"source": {"type": "model", "path": path, "weights": "nf4"}}
+        plan = make_plan(train_config(tree), Machine(device="cuda", memory=1e8))
+        assert sum(role.weights > 0 for role in plan.layout.roles) == bases
+        cure = next(cure for cure in CURES if cure.name == "export the adapter alone")
+        assert cure.settings(plan.config) == ({"policy.export": "adapter"} if is_whole else {})
 
 
 def test_under_zero3_each_model_has_its_own_part_of_a_base() -> None:

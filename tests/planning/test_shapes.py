@@ -87,6 +87,12 @@ def test_a_folder_has_the_shape_of_its_configuration_and_the_dtype_of_its_files(
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
     assert read_shape(str(tmp_path / "adapter")) == shape
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("")
+    (tmp_path / "run" / "model" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(tmp_path / "adapter")})
+    )
+    assert read_shape(str(tmp_path / "run")) == shape
 
 
 def test_what_is_not_known_is_none_and_another_family_is_made_on_the_meta_device(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ import yaml
 from runs import largest_difference, make_model, online, ppo_tree, trained, weights
 
 from rlhf.config.load import train_config
+from rlhf.config.weights import LoraConfig
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError, SamplingError
 from rlhf.factory.sampler import build_servers
-from rlhf.models.backbone import load_causal_lm
+from rlhf.models.backbone import add_lora, load_causal_lm, save_model
 from rlhf.sampling.launched import LaunchedServer
 from rlhf.serving.own import OwnServer
 from rlhf.serving.server import Launch
@@ -151,6 +152,22 @@ def test_a_run_as_the_policy_is_started_by_the_folder_of_its_weights(tmp_path: P
     process = pool.remotes[0].process
     assert process is not None
     assert process.command[:3] == ["vllm", "serve", str(run / "model")]
+
+
+def test_a_server_gets_the_base_of_an_adapter_that_is_continued_and_its_rank(tmp_path: Path) -> None:
+    """The adapter itself is pushed onto it."""
+    base, start = make_model(tmp_path / "model"), tmp_path / "start"
+    save_model(add_lora(load_causal_lm(str(base)), LoraConfig(r=3)), load_tokenizer(str(base)), start)
+    for lora, model, rank in (({"start": "continue"}, base, "8"), ({}, start, "32")):
+        settings = {"sampling": {"server": {"type": "vllm", "launch": {}}, "backend": "server"}}
+        policy = {"model": str(start), "lora": {"r": 20, **lora}}
+        config = train_config(ppo_tree(tmp_path, policy=policy, critic={"init": "policy"}, **settings))
+        pool = build_servers(config, load_tokenizer(str(base)), tmp_path / "run")
+        assert pool is not None
+        process = pool.remotes[0].process
+        assert process is not None
+        assert process.command[2] == str(model)
+        assert process.command[-2:] == ["--max-lora-rank", rank]
 
 
 def test_the_commands() -> None:
