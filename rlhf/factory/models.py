@@ -11,8 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.config.data import ChatFormat
 from rlhf.config.sections import OnlineConfig, PolicyConfig, TrainConfig
 from rlhf.config.weights import LoraConfig
+from rlhf.data.templates import choose_template, turn_end_id
 from rlhf.data.tokenizer import adapts_classifier, base_of_adapter, load_tokenizer, locate_model, shares_vocabulary
 from rlhf.errors import ConfigError
 from rlhf.factory.context import RunContext
@@ -290,10 +292,16 @@ def make_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]],
     return decode
 
 
-def read_export_origin(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
-    """Read the files that an export copies from the folder of the configured model."""
+def read_export_origin(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> Origin:
+    """Read the files that an export copies from the folder of the configured model, and the run's chat template."""
     start = model_folder(config.model)
-    return read_origin(start, config.tokenizer or start, tokenizer, trust_remote_code=config.trust_remote_code)
+    origin = read_origin(start, config.tokenizer or start, tokenizer, trust_remote_code=config.trust_remote_code)
+    template = choose_template(tokenizer, chat)
+    return replace(
+        origin,
+        chat_template=None if template.choice == "auto" else template.source,
+        turn_end=turn_end_id(tokenizer, template),
+    )
 
 
 def export(

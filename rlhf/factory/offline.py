@@ -270,7 +270,7 @@ def build_offline(config: OfflineConfig, view: View | None = None) -> OfflineRun
 
 def _build(config: OfflineConfig, context: RunContext) -> OfflineRun:
     tokenizer = build_tokenizer(config.policy)
-    origin = read_export_origin(config.policy, tokenizer)
+    origin = read_export_origin(config.policy, tokenizer, config.data.chat_format)
     engine = context.engine
     models, trained = _build_models(config, context, tokenizer)
     task = build_task(config, context, tokenizer, models)

@@ -168,7 +168,7 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
     if config.sampling.backend == "server" and config.sampling.server is not None:
         config.sampling.server.check_trainer(context.engine.device.type, trains_adapter=config.policy.lora is not None)
     tokenizer = build_tokenizer(config.policy)
-    origin = read_export_origin(config.policy, tokenizer)
+    origin = read_export_origin(config.policy, tokenizer, config.data.chat_format)
     built = _build_models(config, context, tokenizer)
     models, saved = built.models, built.saved
     prompts = _load_prompts(config, context, tokenizer, models)

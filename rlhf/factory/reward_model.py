@@ -55,7 +55,7 @@ def build_reward_model(config: RewardModelConfig, view: View | None = None) -> R
 
 def _build(config: RewardModelConfig, context: RunContext) -> RewardModelRun:
     tokenizer = build_tokenizer(config.model)
-    origin = read_export_origin(config.model, tokenizer)
+    origin = read_export_origin(config.model, tokenizer, config.data.chat_format)
     model, trained = build_scalar_model(config, context, tokenizer)
     engine, max_length = context.engine, context_length(model.classifier)
     stream = _train_stream(config, context, tokenizer, max_length)

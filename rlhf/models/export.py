@@ -26,6 +26,7 @@ from rlhf.runtime.engine import Engine
 from rlhf.tracking.exported import TOLERATED_LOSS
 
 GENERATION = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 GGUF_DTYPE = torch.bfloat16  # a quantized file has no dtype of its own
 
 
@@ -46,6 +47,10 @@ class Origin:
     folder: Path | None = None
     """The folder of the weights that the run started from; None if no folder has just these weights: they come from a
     GGUF file, have an adapter merged into them, or are not on this machine."""
+    chat_template: str | None = None
+    """The Jinja source of the run's own template (data.chat_template), written beside the tokenizer."""
+    turn_end: int | None = None
+    """The token that ends a turn in the run's template: generation has to stop at it."""
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -277,15 +282,29 @@ def _write_other_files(model: PreTrainedModel, origin: Origin, folder: Path) -> 
     for name, content in origin.files.items():
         if name not in (CONFIG, INDEX) and not (is_classifier and name == GENERATION):
             (folder / name).write_bytes(content)
+    if origin.turn_end is not None and not is_classifier:
+        _add_turn_end(folder, origin.turn_end)
+
+
+def _add_turn_end(folder: Path, turn_end: int) -> None:
+    """Add the token that ends a turn to the tokens that end generation, unless it is one of them."""
+    path = folder / GENERATION
+    generation = json.loads(path.read_bytes()) if path.is_file() else {}
+    ends = generation.get("eos_token_id", json.loads((folder / CONFIG).read_bytes()).get("eos_token_id"))
+    ends = ends if isinstance(ends, list) else [ends] if ends is not None else []
+    if turn_end not in ends:
+        path.write_text(_json({**generation, "eos_token_id": [*ends, turn_end]}), encoding="utf-8")
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, origin: Origin) -> None:
-    """Copy the origin's tokenizer files byte for byte, or save the tokenizer if there are none."""
+    """Copy the origin's tokenizer files byte for byte, or save the tokenizer if it has none; add the run's template."""
     if not origin.tokenizer_files:
         tokenizer.save_pretrained(folder)
     for name, content in origin.tokenizer_files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
+    if origin.chat_template is not None:
+        (folder / CHAT_TEMPLATE).write_text(origin.chat_template, encoding="utf-8")
 
 
 def classifier_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> ClassifierPad:

@@ -12,6 +12,7 @@ import yaml
 from published import write
 from runs import make_model, pairs_file, ppo_tree, write_rows
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import rlhf
 from rlhf.cli import main
@@ -226,3 +227,33 @@ def test_a_dtype_of_another_time_is_replaced(source: Path, tmp_path: Path) -> No
     settings = json.loads((folder / "model" / "config.json").read_text())
     assert settings["dtype"] == "float16"
     write(folder / "model" / "config.json", settings)
+
+
+TEMPLATE = """{% for message in messages %}{{ message.role }}: {{ message.content }}<eos>{% endfor %}
+{%- if add_generation_prompt %}assistant: {% endif %}"""
+
+
+@pytest.mark.parametrize("verb", ["train", "rm"])
+def test_the_template_of_the_run_is_exported(verb: str, source: Path, tmp_path: Path) -> None:
+    tree = sft_tree(tmp_path) if verb == "train" else rm_tree(tmp_path)
+    tree["data"]["chat_template"] = str(tmp_path / "own.jinja")
+    (tmp_path / "own.jinja").write_text(TEMPLATE, encoding="utf-8")
+    folder = run(verb, tmp_path, tree)
+    turns = [{"role": "user", "content": "red"}]
+    exported = AutoTokenizer.from_pretrained(folder / "model")
+    assert exported.apply_chat_template(turns, tokenize=False) == "user: red<eos>"
+
+
+def test_generation_stops_where_the_template_ends_a_turn(source: Path, tmp_path: Path) -> None:
+    published = AutoTokenizer.from_pretrained(source)
+    published.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.resize_token_embeddings(len(published))
+    for part in (model, published):
+        part.save_pretrained(source)
+    tree = sft_tree(tmp_path)
+    tree["data"]["chat_template"] = str(tmp_path / "own.jinja")
+    (tmp_path / "own.jinja").write_text(TEMPLATE.replace("<eos>", "<|end|>"), encoding="utf-8")
+    folder = run("train", tmp_path, tree)
+    generation = GenerationConfig.from_pretrained(folder / "model")
+    assert generation.eos_token_id == [published.eos_token_id, published.convert_tokens_to_ids("<|end|>")]
