@@ -137,7 +137,10 @@ def _data_used(key: str, dataset: DatasetConfig) -> DataUsed:
         rows = len(load_rows(dataset, RowCounts(dataset.path)))
     except DataError as error:
         return DataUsed(key, dataset.path, None, dataset.limit, f"not counted: {error}")
-    return DataUsed(key, dataset.path, rows, dataset.limit, "")
+    part = dataset.part if isinstance(dataset, TrainableDataConfig) else None
+    return DataUsed(
+        key, dataset.path, rows, dataset.limit, part=None if part is None else (float(part[0]), float(part[1]))
+    )
 
 
 def _is_on_hub(path: str) -> bool:

@@ -31,6 +31,8 @@ class DataUsed:
     limit: int | None = None
     why: str = ""
     on_hub: bool = False
+    part: tuple[float, float] | None = None
+    """The part of the rows that was read, by the hashes of their prompts mapped to [0, 1); None: all."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,9 @@ def _with_error(record: Record, name: str, value: float) -> str:
 def _data_row(used: DataUsed) -> tuple[str, str, str]:
     """Describe a data set in a row of the table."""
     rows = used.why if used.rows is None else f"{used.rows:,}"
+    if used.part is not None and used.rows is not None:
+        low, high = used.part
+        rows = f"about {high - low:.0%} of {rows} (part {low:g} to {high:g} by the prompt's hash)"
     limit = "" if used.limit is None else f" (the first {used.limit:,} usable ones)"
     return used.key, f"`{shorten(used.path)}`", rows + limit
 

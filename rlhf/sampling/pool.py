@@ -306,7 +306,9 @@ class ServerPool:
 
     def _lose(self, remote: Remote, error: Exception) -> None:
         if remote.is_alive:
-            self.warn(f"the sampling server {remote.http.url} does not answer ({error}); the others go on")
+            others = any(other.is_alive for other in self.remotes if other is not remote)
+            rest = "the others go on" if others else f"the run waits up to {self.config.wait_s:g} s for it"
+            self.warn(f"the sampling server {remote.http.url} does not answer ({error}); {rest}")
         remote.is_alive, remote.holds, remote.tested, remote.failure = False, None, None, str(error)
 
     def _test(self, remote: Remote, policy: PushedPolicy) -> None:

@@ -256,6 +256,20 @@ def test_nothing_is_uploaded_to_a_public_repository_that_should_be_private(
     assert len(hub.commits) == 1
 
 
+def test_the_card_tells_which_rows_were_held_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, prompts = RunFolder(run), run.parent / "prompts.jsonl"
+    settings = {**SETTINGS, "data": {"prompts": {"path": str(prompts)}, "holdout": 0.25}}
+    folder.write_config(dump(train_config(settings)))
+    lines = [line for line in printed_card(run, capsys).splitlines() if "prompts.jsonl" in line]
+    trained, held_out = (line.split("|")[1:] for line in lines if line.startswith("|"))
+    assert [trained[0].strip(), trained[2].strip()] == [
+        "data.prompts",
+        "about 75% of 13 (part 0.25 to 1 by the prompt's hash)",
+    ]
+    assert held_out[0].strip() == "data.eval_prompts"
+    assert held_out[2].strip().startswith("about 25% of 13 (part 0 to 0.25 by the prompt's hash)")
+
+
 SECRETS: dict[str, Any] = {
     "api_key": "planted-key",
     "hf_token": "planted-token",
