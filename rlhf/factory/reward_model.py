@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from reward_model.ensemble import EnsembleLoss, bootstrap_weights
 from reward_model.model import BradleyTerryLoss
 from rlhf.config.data import PreferencesConfig
-from rlhf.config.sections import RewardModelConfig
+from rlhf.config.sections import HeadInit, RewardModelConfig
 from rlhf.data.datasets import BatchStream
 from rlhf.data.formats import PairText
 from rlhf.data.mixture import MixedStream
@@ -28,7 +28,7 @@ from rlhf.models.folders import MODEL, model_folder
 from rlhf.models.logprobs import FastWays, of_bodies
 from rlhf.models.lora import Dropout
 from rlhf.models.saving import save_scalar_head
-from rlhf.models.scalar_adapters import base_below, load_adapted, load_adapter_weights
+from rlhf.models.scalar_adapters import base_below, has_one_head, load_adapted, load_adapter_weights
 from rlhf.models.scalar_head import EnsembleHeadModel, ScalarHeadModel, as_ensemble, load_reward_heads, load_scalar_head
 from rlhf.models.stored import store_weights
 from rlhf.runtime.device import choose_precision
@@ -185,6 +185,8 @@ def _load_model(
     lora, weights, how = config.model.lora, config.model.weights, config.ensemble
     member = how.number("head")
     seed = derive_seed(context.seed, "reward model", *(() if member is None else ("member", member)))
+    goes_on = how.size == 1 and has_one_head(path, trust_remote_code=config.model.trust_remote_code)
+    new_head: HeadInit | None = None if goes_on else "normal"
     if lora is not None:
         check_base("model", config.model, base_below(path, lora))
         note_merged(context, "model", path, lora)
@@ -193,7 +195,7 @@ def _load_model(
             tokenizer,
             lora,
             weights=weights,
-            new_head="normal",
+            new_head=new_head,
             seed=seed,
             note_overruled=partial(note_overruled, context, "model", path),
             **settings,
@@ -201,7 +203,7 @@ def _load_model(
     elif context.resume:
         model = load_reward_heads(path, tokenizer, **settings)
     else:
-        model = load_scalar_head(path, tokenizer, new_head="normal", seed=seed, **settings)
+        model = load_scalar_head(path, tokenizer, new_head=new_head, seed=seed, **settings)
     if how.is_shared and (lora is not None or not context.resume):
         model = as_ensemble(model, size=how.size, seed=seed, same_head="head" not in how.varied)
     if lora is not None and context.resume:

@@ -22,13 +22,14 @@ from rlhf.config.sections import HeadInit
 from rlhf.config.weights import LoraConfig
 from rlhf.data.tokenizer import adapts_classifier, base_of_adapter, locate_model
 from rlhf.errors import ModelError
-from rlhf.models.backbone import check_vocabulary, freeze, move_to, weight_dtype
+from rlhf.models.backbone import check_vocabulary, freeze, load_model_config, move_to, weight_dtype
 from rlhf.models.bases import bases_of
 from rlhf.models.export import classifier_padding
 from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.lora import adding, overruled_settings, peft_settings, quiet_peft, settings_in, train_saved_modules
 from rlhf.models.scalar_head import (
     ADAPTER_KEEPS,
+    ENSEMBLE_SIZE,
     EnsembleHeadModel,
     ScalarHeadModel,
     adapter_settings,
@@ -36,6 +37,7 @@ from rlhf.models.scalar_head import (
     ensemble_size,
     has_scalar_head,
     initialize_head,
+    is_reward_model,
     load_reward_heads,
     load_scalar_head,
 )
@@ -140,6 +142,18 @@ def _is_classifier(path: str) -> bool:
     if location.is_adapter:
         return adapts_classifier(Path(location.name))
     return has_scalar_head(path)
+
+
+def has_one_head(path: str, *, trust_remote_code: bool = False) -> bool:
+    """Return whether `path` is a reward model of one member, whose head can be trained further."""
+    location = locate_model(path)
+    if location.gguf is not None:
+        return False
+    if location.is_adapter:
+        folder = Path(location.name)
+        return adapts_classifier(folder) and adapter_settings(folder).get(ENSEMBLE_SIZE, 1) == 1
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    return is_reward_model(config) and ensemble_size(config) == 1
 
 
 def _whole(

@@ -192,7 +192,7 @@ def load_scalar_head(
     elif location.is_adapter:
         classifier = _load_adapter(Path(location.name), dtype=dtype, trust_remote_code=trust_remote_code)
     else:
-        if new_head is None and not _has_scalar_head(load_model_config(path, trust_remote_code=trust_remote_code)):
+        if new_head is None and not is_reward_model(load_model_config(path, trust_remote_code=trust_remote_code)):
             raise no_reward_model(path)
         classifier = _load_classifier(
             path, dtype=dtype, trust_remote_code=trust_remote_code, engine=engine, new_head=new_head
@@ -299,10 +299,11 @@ def no_reward_model(path: str) -> ModelError:
 
 def has_scalar_head(path: str) -> bool:
     """Return whether the folder or hub id `path` is a reward model."""
-    return _has_scalar_head(load_model_config(path))
+    return is_reward_model(load_model_config(path))
 
 
-def _has_scalar_head(config: object) -> bool:
+def is_reward_model(config: object) -> bool:
+    """Return whether the model of a configuration is a reward model."""
     architectures = getattr(config, "architectures", None) or []
     is_classifier = any("SequenceClassification" in name for name in architectures)
     return is_classifier and getattr(config, "num_labels", 0) == ensemble_size(config)

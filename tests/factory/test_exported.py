@@ -257,3 +257,14 @@ def test_generation_stops_where_the_template_ends_a_turn(source: Path, tmp_path:
     folder = run("train", tmp_path, tree)
     generation = GenerationConfig.from_pretrained(folder / "model")
     assert generation.eos_token_id == [published.eos_token_id, published.convert_tokens_to_ids("<|end|>")]
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_a_reward_model_that_is_trained_further_keeps_its_head(
+    lora: dict[str, int] | None, source: Path, tmp_path: Path
+) -> None:
+    first = run("rm", tmp_path, rm_tree(tmp_path))
+    further = rm_tree(tmp_path, model=str(first), lr=0.0, lora=lora)
+    further["run"]["out_dir"] = str(tmp_path / "further")
+    again = run("rm", tmp_path, further)
+    assert torch.equal(weights(again)["score.weight"].float(), weights(first)["score.weight"].float())
