@@ -66,7 +66,7 @@ PRODUCT_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY"
 
 
 def bound_product_caches() -> None:
-    """Bound the compiled 16-bit matrix products that a CPU process keeps; call it before the first of them.
+    """Set how many compiled 16-bit matrix products a CPU process keeps; call it before the first of them.
 
     oneDNN compiles a program of up to a megabyte for each shape of a product, and rows of ever new lengths bring ever
     new shapes. A capacity that the environment sets stays.
