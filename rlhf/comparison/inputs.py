@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
 from rlhf.comparison.plan import Cell
 from rlhf.comparison.trial import JUDGED
 from rlhf.config.compare import CellConfig
+from rlhf.data.files import read_files
 from rlhf.data.paths import data_paths, model_paths, section_paths
-from rlhf.errors import ConfigError, command_or_call
+from rlhf.errors import ConfigError, DataError, ModelError, command_or_call
 from rlhf.models.folders import digest_of_model
 from rlhf.rewards.source import Source, sources_in
 from rlhf.section import Section, walk
@@ -22,6 +24,7 @@ from rlhf.user_code import files_of, source_of
 
 INPUTS = "inputs.json"
 InputKind = Literal["weights", "data", "code"]
+T = TypeVar("T")
 InputDigests = Mapping[InputKind, Mapping[str, str]]  # digests by path
 
 FIXED: Mapping[InputKind, str] = {"weights": "the weights in {}", "data": "the rows in {}"}
@@ -38,18 +41,20 @@ class Digests:
         """Return the digests of everything on this machine that a cell reads."""
         return {
             "weights": self._digests("weights", _model_paths(cell), digest_of_model),
-            "data": self._digests("data", _data_paths(cell), _digest_of_rows),
+            "data": self._digests("data", _rows(cell), _digest_of_rows),
             "code": dict(_code(cell)),
         }
 
-    def _digests(self, kind: InputKind, paths: Iterable[str], compute: Callable[[str], str | None]) -> dict[str, str]:
+    def _digests(self, kind: InputKind, inputs: Iterable[T], compute: Callable[[T], str | None]) -> dict[str, str]:
         digests: dict[str, str] = {}
-        for path in paths:
-            if (kind, path) not in self._known:
-                self._known[kind, path] = compute(path)
-            digest = self._known[kind, path]
+        for read in inputs:
+            name = str(read)
+            if (kind, name) not in self._known:
+                with suppress(DataError, ModelError):  # it is gone; a cell that needs it tells so
+                    self._known[kind, name] = compute(read)
+            digest = self._known.get((kind, name))
             if digest is not None:
-                digests[path] = digest
+                digests[name] = digest
         return digests
 
 
@@ -64,18 +69,23 @@ def _model_paths(cell: CellConfig) -> Iterator[str]:
         yield from (path for _, source in sources_in(cell.proxy) for path in source.model_paths().values())
 
 
-def _data_paths(cell: CellConfig) -> Iterator[str]:
-    yield from (path for key, path in data_paths(cell.train) if _reads(cell, key))
+class _Rows(NamedTuple):
+    path: str
+    split: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, split {self.split}" if Path(self.path).expanduser().is_dir() else self.path
+
+
+def _rows(cell: CellConfig) -> Iterator[_Rows]:
+    yield from (_Rows(path, split) for key, path, split in data_paths(cell.train) if _reads(cell, key))
     if cell.train.data.eval_prompts is not None:  # read by the judge, also if the run does not
-        yield from (path for _, path in section_paths(cell.train.data.eval_prompts, ""))
+        yield from (_Rows(path, split) for _, path, split in section_paths(cell.train.data.eval_prompts, ""))
 
 
-def _digest_of_rows(path: str) -> str | None:
-    """Compute the digest of a data file, or of all files below a folder; None for the id of a data set on the hub."""
-    place = Path(path).expanduser()
-    if place.is_file():
-        return content_digest(place)
-    files = sorted(file for file in place.rglob("*") if file.is_file())
+def _digest_of_rows(rows: _Rows) -> str | None:
+    """Compute the digest of the files that rows are read from; None for the id of a data set on the hub."""
+    files = read_files(Path(rows.path).expanduser(), rows.split)
     return combine_digests(map(content_digest, files)) if files else None
 
 
@@ -95,8 +105,9 @@ def _code(cell: CellConfig) -> Iterator[tuple[str, str]]:
 
 
 def record_inputs(cell: Cell, digests: Digests) -> None:
-    """Write inputs.json when a cell begins; a cell that was judged before keeps its own."""
-    if not (cell.folder / JUDGED).is_file():
+    """Write inputs.json when a cell begins; a cell that goes on, or was judged before, keeps its own."""
+    goes_on = (cell.folder / INPUTS).is_file() and (cell.folder / "checkpoints").is_dir()
+    if not goes_on and not (cell.folder / JUDGED).is_file():
         content = json.dumps(digests.of(cell.config), indent=1, ensure_ascii=False)
         write_atomically(cell.folder / INPUTS, content + "\n")
 

@@ -30,6 +30,7 @@ from rlhf.guard.lint import check_settings
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.plugins import load_plugins
 from rlhf.rewards.source import Source
+from rlhf.section import Section
 from rlhf.suites.suite import Suite, find_suite
 from rlhf.tracking.run_folder import differing_keys, write_atomically
 from rlhf.tracking.same_run import MACHINE, SAVING, matches
@@ -230,8 +231,15 @@ def _check_guard(cell: Cell, which: str = "") -> None:
 
 def _with_lab_files(cell: Cell) -> Cell:
     """Replace the names of the lab's files by their paths, making files that do not exist."""
+    train = cell.config.train
     try:
-        train = resolve_lab_paths(cell.config.train, trains=cell.config.budget is not None)
+        if cell.config.budget is not None:
+            train = resolve_lab_paths(train)
+        else:  # by sections: the settings of a model that is only judged need not meet the rules of training
+            sections = {name: value for name, value in train if isinstance(value, Section)}
+            named = {name: resolve_lab_paths(section) for name, section in sections.items()}
+            update = {name: section for name, section in named.items() if section is not sections[name]}
+            train = train.model_copy(update=update) if update else train
     except ConfigError as error:
         raise ConfigError(f"arms.{cell.arm}: {error}") from error
     return cell if train is cell.config.train else replace(cell, config=cell.config.model_copy(update={"train": train}))

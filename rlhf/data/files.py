@@ -123,6 +123,23 @@ def _folder_rows(folder: Path, split: str, skips: RowCounts) -> Iterator[DataRow
         yield from _file_rows(path, skips)
 
 
+def read_files(path: Path, split: str) -> list[Path]:
+    """Return the files from which the rows of a data set on this machine are read; none if there is no such path.
+
+    Raises:
+        DataError: a folder has no files of this split.
+    """
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    if not is_saved_folder(path):
+        return split_files(path, split)
+    part = path / split if (path / "dataset_dict.json").is_file() else path
+    try:
+        return [part / file["filename"] for file in json.loads((part / "state.json").read_bytes())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read as a folder of save_to_disk: {one_line(error)}") from error
+
+
 def split_files(folder: Path, split: str) -> list[Path]:
     """Return the files of `split` in a folder or its `data` folder: `train.jsonl.gz`, `train-00000-of-00002.parquet`.
 

@@ -134,7 +134,9 @@ def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None
     is_resumed = (Path(config.run.out_dir) / "checkpoints").is_dir()  # a resumed run reads its own checkpoint
     named = [] if is_resumed else model_paths(config)
     models = [f"{key}: {problem}" for key, path in named if (problem := lookups.missing_model(path))]
-    by_path = {path: key for key, path in reversed([*data_paths(config)])}  # held-out rows may be a part of a file
+    by_path = {
+        path: key for key, path in reversed([(key, path) for key, path, _ in data_paths(config)])
+    }  # held-out rows may be a part of a file
     data = [f"{key}: {problem}" for path, key in reversed(by_path.items()) if (problem := lookups.missing_data(path))]
     if models:
         raise ModelError("\n".join([*models, *data]))
@@ -255,8 +257,8 @@ def _ask_hub(name: str, ask: Callable[[], object], local: str, kind: str) -> str
     return None
 
 
-def data_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield the key and path of each data set that a run reads."""
+def data_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the key, path and split of each data set that a run reads."""
     unread = unread_keys(config)
     for name in DataConfig.model_fields:
         dataset = getattr(config.data, name)
@@ -264,12 +266,12 @@ def data_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, s
             yield from section_paths(dataset, f"data.{name}")
 
 
-def section_paths(dataset: TrainableDataConfig, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the key, below the section's, and the path of each source of a data section."""
+def section_paths(dataset: TrainableDataConfig, key: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the key, below the section's, the path and the split of each source of a data section."""
     for name, source in dataset.sources.items():
-        yield f"{key}.sources.{name}.path", source.path
+        yield f"{key}.sources.{name}.path", source.path, source.split or dataset.split
     if dataset.path:
-        yield f"{key}.path", dataset.path
+        yield f"{key}.path", dataset.path, dataset.split
 
 
 def model_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, str]]:

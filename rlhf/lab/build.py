@@ -67,13 +67,10 @@ def lab_folder(spec: LabSpec) -> Path:
     return folder
 
 
-def resolve_lab_paths(config: C, *, trains: bool = True) -> C:
+def resolve_lab_paths(config: C) -> C:
     """Return the configuration with every `lab:name` replaced by the path of that file.
 
     Without any such name the configuration is returned unchanged, and no lab is made.
-
-    Args:
-        trains: False skips the rules of training.
 
     Raises:
         ConfigError: the lab has no file of that name.
@@ -84,7 +81,7 @@ def resolve_lab_paths(config: C, *, trains: bool = True) -> C:
         return config
     _check_names(names)
     folder = lab_folder(LabSpec())
-    replaced: C = type(config).model_validate(_with_paths(tree, folder), context={"trains": trains})
+    replaced: C = type(config).model_validate(_with_paths(tree, folder))
     return replaced
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cases import Ended, compare_tree, plan_of
+from datasets import Dataset
 from runs import make_model, write_rows
 
 from rlhf.api.comparing import rebuild_comparison, run_compare
@@ -17,12 +18,12 @@ from rlhf.comparison.inputs import INPUTS, Digests, read_inputs
 from rlhf.comparison.plan import Cell
 from rlhf.comparison.results import ComparisonResults
 from rlhf.comparison.scheduler import record_failure
-from rlhf.comparison.trial import Judgment
+from rlhf.comparison.trial import JUDGED, Judgment
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.load import compare_config
 from rlhf.errors import ConfigError
 from rlhf.models.folders import digest_of_model
-from rlhf.tracking.fingerprint import content_digest
+from rlhf.tracking.fingerprint import combine_digests, content_digest
 from rlhf.tracking.view import View
 
 ROWS = [{"row": row, "prompt": f"red {row}", "completion": "good", "score": 1.0 + row, "length": 1} for row in range(3)]
@@ -80,7 +81,7 @@ def test_each_cell_records_what_it_reads(tmp_path: Path) -> None:
     start, grpo, dpo = (read_inputs(cell.folder) for cell in plan_of(tree).cells)
     model, held_out = str(tmp_path / "model"), str(tmp_path / "held_out.jsonl")
     assert start["weights"] == grpo["weights"] == dpo["weights"] == {model: digest_of_model(model)}
-    assert start["data"] == {held_out: content_digest(Path(held_out))}
+    assert start["data"] == {held_out: combine_digests([content_digest(Path(held_out))])}
     assert {Path(path).name for path in grpo["data"]} == {"prompts.jsonl", "held_out.jsonl"}
     assert {Path(path).name for path in dpo["data"]} == {"pairs.jsonl", "held_out.jsonl"}
     for inputs in (start, grpo, dpo):
@@ -177,15 +178,43 @@ def test_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert read == [str(tmp_path / "model")]
 
 
-def test_a_folder_of_data_has_the_digest_of_all_files_below_it(tmp_path: Path) -> None:
+def test_a_folder_of_data_has_the_digest_of_the_files_that_are_read(tmp_path: Path) -> None:
     tree = tree_of(tmp_path)
     nested = tmp_path / "rows" / "data"
     nested.mkdir(parents=True)
-    (tmp_path / "held_out.jsonl").rename(nested / "part.jsonl")
+    (tmp_path / "held_out.jsonl").rename(nested / "train.jsonl")
     tree["shared"]["data"]["eval_prompts"] = {"path": str(tmp_path / "rows")}
     start = plan_of(tree).cells[0].config
     before = Digests().of(start)["data"]
-    append_row(nested / "part.jsonl", {"prompt": "blue one"})
+    write_rows(nested / "test.jsonl", [{"prompt": "other"}])  # of another split, and outputs beside the rows
+    write_rows(tmp_path / "rows" / "runs.txt", [{"a": 1}])
+    assert Digests().of(start)["data"] == before
+    append_row(nested / "train.jsonl", {"prompt": "blue one"})
     after = Digests().of(start)["data"]
-    assert before.keys() == after.keys() == {str(tmp_path / "rows")}
+    assert before.keys() == after.keys() == {f"{tmp_path / 'rows'}, split train"}
     assert before != after
+
+
+def test_a_saved_data_set_has_the_digest_of_its_own_files(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path)
+    saved = tmp_path / "saved"
+    Dataset.from_list([{"prompt": "red one"}]).save_to_disk(saved)
+    tree["shared"]["data"]["eval_prompts"] = {"path": str(saved)}
+    start = plan_of(tree).cells[0].config
+    before = Digests().of(start)["data"]
+    (saved / "cache-1.arrow").write_bytes(b"of a map")
+    assert Digests().of(start)["data"] == before
+    Dataset.from_list([{"prompt": "blue one"}]).save_to_disk(saved)
+    assert Digests().of(start)["data"] != before
+
+
+def test_a_cell_that_goes_on_keeps_its_digests_if_the_start_model_is_gone(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path)
+    run(tree)
+    cell = next(cell for cell in plan_of(tree).cells if cell.arm == "grpo")
+    before = read_inputs(cell.folder)
+    (cell.folder / JUDGED).unlink()
+    (cell.folder / "checkpoints").mkdir()
+    (tmp_path / "model" / "model.safetensors").unlink()
+    run(tree)
+    assert read_inputs(cell.folder) == before

@@ -43,3 +43,8 @@ def test_a_changed_constant_and_another_spec_change_it(sources: Path) -> None:
     rewrite(sources / "build.py", "sft: int = 32000", "sft: int = 32001")
     names.append(lab_key(LabSpec()))
     assert len(set(names)) == len(names)
+
+
+def test_the_lab_is_the_one_that_earlier_runs_were_made_with() -> None:
+    """A run in the lab is continued only in the same lab: change this name only if the lab's files change."""
+    assert lab_key(LabSpec()) == "tiny-seed0-e685b9494e8d"
