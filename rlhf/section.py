@@ -131,8 +131,11 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_truth_as_number(cls, value: object, info: Any) -> object:
-        """Check that no number is given as true or false, which pydantic would read as 1 and 0."""
+    def _read_truth(cls, value: object, info: Any) -> object:
+        """Read the words on and off, which YAML takes for true and false; refuse truth as a number, 1 or 0."""
+        word = {True: "on", False: "off"}.get(value) if isinstance(value, bool) else None
+        if word is not None and word in typing.get_args(cls.model_fields[info.field_name].annotation):
+            return word
         if _has_truth(value) and info.field_name in _numeric_fields(cls):
             raise PydanticCustomError("number_type", "Input should be a number")
         return value

@@ -82,6 +82,17 @@ def test_every_preset_is_coherent_and_dumps_to_itself(name: str) -> None:
     assert list(dump(config.data)) == list(DataConfig.model_fields)
 
 
+@pytest.mark.parametrize(
+    ("override", "key", "word"),
+    [
+        ("policy.packing=off", "policy.packing", "off"),
+        ("reward.source={type: verifier, name: math, symbolic: off}", "reward.source.grader.symbolic", "off"),
+    ],
+)
+def test_off_is_a_word_where_a_setting_has_it(override: str, key: str, word: str) -> None:
+    assert get_setting(dump(load_train(ROOT / "configs" / "ppo.yaml", [override])), key) == word
+
+
 def test_how_a_head_starts_is_read_where_there_is_a_new_one() -> None:
     for init, is_read in (("policy", True), ("auto", False), ("reward", False)):
         config = train_config(merge(base(), {"critic": {"init": init, "head": "orthogonal"}}))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from rlhf.config.load import load_any
+from rlhf.config.load import load_any, load_reward_model, load_train
 from rlhf.config.sections import OnlineConfig
+from rlhf.errors import ConfigError
 from rlhf.factory.context import run_facts
 from rlhf.guard.alarms.alarm import Above, all_alarms
 from rlhf.guard.alarms.history import History, RunFacts
@@ -287,3 +290,22 @@ def test_alarms_are_told_of_a_single_evaluation_after_training(settings: list[st
     online = ["policy.model=m", "reward.source.path=r", "data.prompts.path=p"]
     assert run_facts(load_any(ROOT / "configs" / "ppo.yaml", [*online, *settings])).evaluates_once == once
     assert run_facts(load_any(ROOT / "configs" / "reward_model.yaml", settings)).evaluates_once == once
+
+
+def accepts(settings: str) -> bool:
+    """Return whether a run of some preset, or the training of a reward model, takes settings."""
+    for preset in ("ppo", "grpo", "rloo"):
+        with suppress(ConfigError):
+            load_train(ROOT / "configs" / "ppo.yaml", [f"algorithm.preset={preset}", *settings.split()])
+            return True
+    with suppress(ConfigError):
+        load_reward_model(ROOT / "configs" / "reward_model.yaml", settings.split())
+        return True
+    return False
+
+
+def test_every_setting_that_a_cure_names_with_a_value_is_accepted() -> None:
+    given = r"\b[a-z_]+\.[a-z_.]+=[^\s,;()]+"
+    advice = {words for alarm in ALARMS for words in re.findall(f"{given}(?: {given})*", alarm.cure)}
+    assert len(advice) > 15
+    assert [settings for settings in sorted(advice) if not accepts(settings)] == []

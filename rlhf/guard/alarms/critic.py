@@ -17,7 +17,10 @@ class CriticExplainsNothing(Below):
     after = SETTLED
     patience = 10
     causes = "a critic that learns too slowly, too fast, or not at all; too few steps; an unpredictable reward"
-    cure = "raise or lower critic.lr, critic.init=reward, algorithm.advantage.gae_lambda=1, or algorithm.preset=rloo"
+    cure = (
+        "raise or lower critic.lr, critic.init=reward if the reward is a model, algorithm.advantage.gae_lambda=1, or "
+        "algorithm.preset=rloo"
+    )
     source = "Schulman et al. 2016, sec. 3: the variance of GAE comes from the critic's errors"
 
 

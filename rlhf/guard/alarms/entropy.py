@@ -13,7 +13,10 @@ class EntropyCollapse(Shrunk):
     share = 0.3
     patience = 3
     causes = "the policy has collapsed onto a few phrases: weak KL penalty, high learning rate, or too many steps"
-    cure = "algorithm.policy_loss.entropy_coef=0.01, algorithm.policy_loss.clip_eps_high=0.28, more KL penalty"
+    cure = (
+        "algorithm.policy_loss.entropy_coef=0.01, more KL penalty; with a clip of each token's ratio (ppo, grpo) "
+        "algorithm.policy_loss.clip_eps_high=0.28"
+    )
     source = "Yu et al. 2025 (DAPO), sec. 3.1; Cui et al. 2025 (The Entropy Mechanism)"
 
 

@@ -82,5 +82,8 @@ class GroupsUniform(Above):
     limit = 0.9
     patience = 5
     causes = "prompts that are too hard or too easy, a coarse reward, or a collapsed policy"
-    cure = "algorithm.drop_uniform_groups=true algorithm.refill_rounds=2, a larger sampling.completions_per_prompt"
+    cure = (
+        "a larger sampling.completions_per_prompt; with a group advantage (grpo, rloo) "
+        "algorithm.drop_uniform_groups=true algorithm.refill_rounds=2"
+    )
     source = "Yu et al. 2025 (DAPO), sec. 3.2"

@@ -35,7 +35,7 @@ class StepsNotFinite(Rose):
     metrics = ("skipped/nonfinite",)
     patience = 1
     causes = "a learning rate that is too high, an overflow in low precision, or a custom loss"
-    cure = "lower policy.lr, policy.dtype=float32; inspect the preceding step"
+    cure = "lower policy.lr (model.lr), policy.dtype=float32 (model.dtype=float32); inspect the preceding step"
     source = "docs/reliability.md"
 
 
