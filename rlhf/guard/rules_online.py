@@ -138,7 +138,7 @@ ONLINE_RULES = (
         violation=nothing_to_raise,
         reason="The run has no KL penalty whose coefficient an alarm could raise.",
         source="implementation detail: raise_kl multiplies algorithm.kl.coef",
-        fix="guard.on_alarm=lower_lr; or, online and without pairs, algorithm.kl.placement=reward algorithm.kl.coef=0.05",
+        fix="guard.on_alarm=lower_lr; or, online without pairs, algorithm.kl.placement=reward algorithm.kl.coef=0.05",
     ),
     Rule(
         name="temperature",
