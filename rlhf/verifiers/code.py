@@ -16,7 +16,8 @@ from rlhf.errors import ConfigError, install_hint
 from rlhf.verifiers.grader import GradeFunction, Grader, Row
 from rlhf.verifiers.sandbox import BubblewrapSandbox, Limits, MontySandbox, State, Tests, has_monty, why_no_bubblewrap
 
-FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})(.*)")  # its indent, its marks, and the language with the rest
+# Its indent, its marks, and the language with the rest; ~~~ alone may underline a heading.
+FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,}(?=[ \t]*\w))(.*)")
 LANGUAGES = ("", "python", "python3", "py")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -136,7 +137,8 @@ def extract_program(completion: str) -> str:
 def _fenced(text: str) -> Iterator[tuple[str, str]]:
     """Yield the language and the text of each fenced block, without the indent of its fence.
 
-    A block ends at a line of at least as many of the same marks, or at the end of the text.
+    A block ends at a line that begins with at least as many of the same marks, or at the end of the text. A line with
+    one word after its marks ends none: it opens a block.
     """
     lines = iter(text.replace("\r\n", "\n").removesuffix("\n").split("\n"))
     for line in lines:
@@ -151,8 +153,7 @@ def _fenced(text: str) -> Iterator[tuple[str, str]]:
 
 def _stays_open(marks: str, line: str) -> bool:
     """Check whether a line does not close the fence with these marks."""
-    line = line.strip()
-    return len(line) < len(marks) or line.strip(marks[0]) != ""
+    return re.match(rf"{marks}{marks[0]}*(?![{marks[0]}]*\w+$)", line.strip()) is None
 
 
 def _without_indent(line: str, width: int) -> str:
@@ -185,9 +186,14 @@ def make_tests(tests: object, entry_point: str | None) -> Tests:
 
 def _uncalled_tests(tree: ast.Module) -> list[str]:
     """Return the names of functions as pytest has them, without arguments, which nothing uses."""
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used = _names(tree)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     return [node.name for node in functions if node.name not in used and not ast.unparse(node.args)]
+
+
+def _names(tree: ast.AST) -> set[str]:
+    """Return the names that code uses."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def _check_asserts(tree: ast.Module) -> None:
@@ -208,13 +214,21 @@ def _check_asserts(tree: ast.Module) -> None:
 
 
 def _reached(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield the nodes outside of functions and classes, and inside of those that these use by name."""
+    """Yield the nodes outside of functions and classes, and inside of those that these use by name.
+
+    A decorator that is defined here uses what it decorates.
+    """
     unused = {node.name: node for node in ast.walk(tree) if isinstance(node, DEFINITIONS)}
+    names = set(unused)
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
         yield node
-        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, DEFINITIONS)]
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, DEFINITIONS):
+                waiting.append(child)
+            elif any(_names(part) & names for part in child.decorator_list):
+                waiting += [*child.decorator_list, ast.Name(child.name)]
         used = unused.pop(node.id, None) if isinstance(node, ast.Name) else None
         if isinstance(used, ast.ClassDef):
             waiting += [part for method in used.body for part in ast.iter_child_nodes(method)]

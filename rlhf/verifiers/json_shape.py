@@ -95,7 +95,7 @@ def read_schema(schema: object) -> JsonShape:
     type, enum, const, properties, required, additionalProperties (a boolean), items, minItems, maxItems, minimum,
     maximum, exclusiveMinimum, exclusiveMaximum, minLength, maxLength and pattern. Keys are exact unless the schema
     says otherwise: without `required` every property is required, and without `additionalProperties` there may be
-    no other keys.
+    no other keys. A keyword that is null counts as left out, except const.
 
     Raises:
         ValueError: the schema has another keyword, or a malformed one.
@@ -104,7 +104,8 @@ def read_schema(schema: object) -> JsonShape:
         return JsonShape()
     if not isinstance(schema, Mapping):
         raise ValueError(f"a schema is an object, not {schema!r}")
-    given = {name: value for name, value in schema.items() if name not in IGNORED}
+    stated = {name: value for name, value in schema.items() if value is not None or name == "const"}
+    given = {name: value for name, value in stated.items() if name not in IGNORED}
     unknown = [name for name in given if name not in KEYWORDS]
     if unknown:
         raise ValueError(f"the keyword {unknown[0]!r} of JSON Schema is not understood")
@@ -161,11 +162,13 @@ def _kinds(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _enum(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    if "const" in given and "enum" in given:
-        raise ValueError("const and enum both name the right values: give one of them")
-    if "enum" in given:
-        return _values(given["enum"])
-    return (given["const"],) if "const" in given else None
+    values = _values(given["enum"]) if "enum" in given else None
+    if "const" not in given:
+        return values
+    const = given["const"]
+    if values is not None and not any(_same(const, value) for value in values):
+        raise ValueError(f"const {const!r} is none of the values of enum: nothing fits")
+    return (const,)
 
 
 def _limits(given: Mapping[str, Any]) -> dict[str, Number]:

@@ -36,18 +36,22 @@ _NUMBER = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
-_IN_TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}")
+_IN_TEXT = re.compile(r"\\(?:text(?:rm|it|bf|sf|tt|normal)?|math(?:rm|sf|tt)|mbox|operatorname)\s*\{([^{}]*)\}")
+_STYLE = r"\\(?:(?:display|text)style|large|Large|LARGE|huge|bf|rm|it|boldmath)(?![a-zA-Z])"
 _REPLACEMENTS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
-    (re.compile(r"(?<=[\w})\]])-?(?=\\[cdt]?frac)"), r"\g<0> "),  # a difference, or a mixed number
-    (re.compile(r"\\[cdt]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))"), r"\1\2/\3\4 "),
     (_IN_TEXT, r" \1 "),
+    (re.compile(rf"{_STYLE}|\\(?:text)?color\s*\{{[^{{}}]*\}}"), " "),
+    (re.compile(r"(?:(?<=[\w})\]])-?|(?<=[0-9})\]]) +-)(?=\\[cdt]?frac)"), r"\g<0> "),  # a difference or mixed number
+    (re.compile(r"\\[cdt]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))"), r"\1\2/\3\4 "),
     (re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,|[\u00a0\u202f\u2009])(?=[0-9]{3}(?![0-9]))"), ","),
     (re.compile(r"\\times|\\cdot"), "×"),
     (re.compile(r"\\([$%#&_])"), r"\1"),
-    (re.compile(r"\\(?:left|right|,|;|!|:|quad| )"), " "),
+    (re.compile(r"\\(?:left|right|,|;|!|:|q?quad| |\\)"), " "),
+    (re.compile(r"(?<=[0-9]):00(?=\s*[ap]\.?m\b)", re.IGNORECASE), ""),
     (re.compile("[\u2212\u2013\ufe63\uff0d]"), "-"),  # the minus sign and the dashes typed for it
-    (re.compile(r"(=[^\S\n]*)-[^\S\n]+(?=[$€£¥₹]?\.?[0-9])"), r"\1-"),
+    (re.compile(r"(=[^\S\n]*|(?<!\S)\$)-[^\S\n]+(?=[$€£¥₹]?\.?[0-9])"), r"\1-"),
     (re.compile(r"\^\{([^{}]*)\}"), r"^\1"),
+    (re.compile(r"\\(?:math(?:bf|it)|boldsymbol|bm|underline)\s*\{([^{}]*)\}"), r" \1 "),
     (re.compile(r"(?<=10)[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+"), lambda match: "^" + match.group().translate(_SUPERSCRIPTS)),
     (re.compile(r"\*\*|__|`"), ""),
     (re.compile(r"(?<![\w*])([*_])(?=\S)([^*_\n]+)(?<=\S)\1(?![\w*])"), r"\2"),
@@ -124,14 +128,22 @@ _ANSWER = re.compile(r"\banswer\b(?:\s+is|\s+comes\s+to|\s*[:=])(?:\s*[:=])?", r
 _END = re.compile(r"\n|[.!?](?=\s|$)|;")
 _BEGINS = re.compile(r"[\s(=:]*(?:(?:minus|negative) )?[-$€£¥₹ ]*\.?[0-9]", re.IGNORECASE)
 _LISTED = re.compile(r"[0-9]+[.)]\s+[^\s0-9]")
-_OPERATOR = re.compile(r"[+*×÷]|(?<!\w)[-x/](?!\w)|%\s+of\b", re.IGNORECASE)
+_OPERATOR = re.compile(r"[+*×÷]|(?<!\w)[-x/](?!\w)|\A\)?\(|%\s+of\b", re.IGNORECASE)
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*")
 _ITEM = re.compile(r"\A[^\S\n]*\n\s*-\s+")  # the dash of a list
 _FIRST_SIGN = re.compile(r"\A([\s${(]*-)\s+(?=[$€£¥₹]?\.?[0-9])")
 _PLUS = re.compile(r"\A[\s${(]*\+")
-_MARK = re.compile(r"\^?\\(?:circ|degree)(?:\s*[CF]\b)?|\\approx\b|[\s{}()$€£¥₹%.,;:'\"~≈°]")
-_WORD = re.compile(r"/?\s*([^\W\d_]+)(?:\s*\^-?[0-9]+|[0-9²³])?")  # also a unit: cm^2, /h
+_MARK = re.compile(
+    r"\^?(?:\\(?:circ|degree)|°)(?:\s*[CFK]\b)?|\^\s*(?:st|nd|rd|th)\b|\b[aApP]\.\s?[mM]\b"
+    r"|\\(?:approx|pounds|cent|checkmark)\b|\\?[{}]|[\s\[\]()$€£¥₹¢%.,;:'\"~≈]"
+)
+_WORD = re.compile(r"(?:/\s*|(?<=[\w#])-)?([^\W\d_]+)(?:\s*\^-?[0-9]+|[0-9²³])?")  # also a unit: cm^2, /h
 _SHORT_UNITS = frozenset("mgshL")
+_SPACED_UNIT = re.compile(r"(?<=#)\s+[NJVWAKCltd](?![\w^])")  # close to a number it is a variable
+_ASIDE = re.compile(r"\s\(([^()]*[^\W\d_][^()]*)\)\s*\Z")  # 18 eggs (1.5 dozen)
+_EQUALS = re.compile(r"=|≈|\\approx\b")
+_IMPLIES = re.compile(r"\\(?:implies|(?:Long)?[rR]ightarrow)\b|⇒")
+_SEVERAL = re.compile(r"[,;]|\b(?:and|or)\b")
 _NO_UNITS = frozenset(("pi", "or", "and", "not", "sin", "cos", "tan", "log", "ln", "exp", "sqrt", "mod"))
 
 
@@ -156,7 +168,7 @@ def final_answer(text: str) -> NumericAnswer | None:
     for part, is_box in _announcements(text):
         if is_box and not any(map(str.isdigit, part)):
             continue
-        value = _boxed_value(part) if is_box else _first_number(_join_sign(strip_markup(part)))
+        value = _boxed_value(part) if is_box else _first_number(strip_markup(part))
         if is_box or value is not None:
             return None if value is None else NumericAnswer(value, announced=True)
     numbers = list(find_numbers(strip_markup(text)))
@@ -217,12 +229,12 @@ def _boxed_value(content: str) -> Fraction | None:
     None if there is more: an expression, a variable, several numbers or several equations.
     """
     words = frozenset(word for part in _IN_TEXT.findall(content) for word in _WORD.findall(part))
-    sides = _join_sign(strip_markup(content)).split("=")
+    sides = _EQUALS.split(_join_sign(strip_markup(_IMPLIES.split(content)[-1])))
     results = [i for i, side in enumerate(sides) if any(find_numbers(side)) and not _is_calculation(side)]
     if not results:
         return None
-    between = [side for side in sides[1 : results[-1]] if not _is_calculation(side)]
-    if any(_lone(side, words) is None for side in between):
+    between = [side for side in sides[1 : results[-1]] if any(find_numbers(side)) or _SEVERAL.search(side)]
+    if any(_lone(side, words) is None for side in between if not _is_calculation(side)):
         return None
     return _lone(sides[results[-1]], words)
 
@@ -233,13 +245,17 @@ def _lone(side: str, words: frozenset[str] | None = None) -> Fraction | None:
     Words of one letter are units if they are among `words`, those that are marked as text, or a usual unit.
     """
     side = _PLUS.sub("", side)
+    aside = None if words is None else _ASIDE.search(side)
+    if aside and _lone(aside[1], words) is not None:
+        side = side[: aside.start()]
     numbers = list(find_numbers(side))
     if len(numbers) != 1:
         return None
-    rest = _MARK.sub(" ", f"{side[: numbers[0].start]} {side[numbers[0].end :]}")
+    rest = _MARK.sub(" ", f"{side[: numbers[0].start]}#{side[numbers[0].end :]}")
     if words is not None:
+        rest = _SPACED_UNIT.sub("", rest)
         rest = _WORD.sub(lambda match: "" if _is_word(match[1], words) else match[0], rest)
-    return None if rest.strip() else numbers[0].value
+    return numbers[0].value if rest.strip() == "#" else None
 
 
 def _is_word(word: str, words: frozenset[str]) -> bool:

@@ -93,8 +93,13 @@ AWKWARD = [
     (r"\boxed{- 3}", -3),
     (r"\boxed{x = - 3}", -3),
     (r"\boxed{- \$3}", -3),
-    ("The answer is - 3.", -3),
-    ("#### - 3", -3),
+    ("The answer is - 3.", 3),  # a dash
+    ("The answer is – 18 dollars.", 18),
+    ("**Answer:** - 18 apples", 18),
+    ("#### - 18", 18),
+    (r"3 -\frac{1}{2}", Fraction(1, 2)),
+    (r"It equals -\frac{1}{2}", Fraction(-1, 2)),
+    ("The answer is 12 = 15 – 3.", 12),
     ("So x = - 3.", -3),
     ("Sum =\n- 5 apples", 5),
     ("The answer:\n- 5 apples", 5),  # the dash of a list
@@ -138,6 +143,14 @@ MARKED = [
     "f(2) = 5", r"2 + 3 = 5", "5 = 2 + 3", r"5^\circ", r"5^{\circ}\text{C}", "5°", r"\text{Total: } 5",
     r"\approx 5", "5 miles per hour", r"5\text{ km/h}", "5 apples left", "5.0", r"\left(5\right)",
     r"\textbf{5}", r"5\text{ of the }\text{ cats}",
+    r"5\ \textrm{cm}", r"5\,\textit{cm}", r"5\;\operatorname{cm}", r"5 \frac{\text{km}}{\text{h}}",
+    r"\mathbf{5 \text{ cm}}", r"\mathbf{5 \text{ m}^{2}}", "5°C", "5 °C", "5¢", r"5\cent", r"\pounds 5",
+    "5 N", "5 J", "5 V", "5 W", "5 A", "5 K", "5 C", "5 t", "5 l", "5 d", r"5\,N",
+    r"{\bf 5}", r"\boldsymbol{5}", r"\bm{5}", r"\mathit{5}", r"\displaystyle 5", r"\underline{5}",
+    r"\textcolor{red}{5}", r"\color{red}5", r"5\qquad", r"5\\", r"5 \checkmark",
+    "5-year-old", r"5 \text{ six-packs}", "5^{th}", r"5^\text{th}", "[5]", r"\{5\}", r"\left\{5\right\}",
+    r"x \approx 5", "x ≈ 5", "Total = 2.5(2) = 5", "(1)(5) = 5", r"A = \pi r^2 = 5", r"2x=10 \Rightarrow x=5",
+    r"x + 2 = 7 \implies x = 5", "5 eggs (0.5 dozen)", r"5 \text{ (0.5 dozen)}", "5 p.m.", "5:00 PM", "5:00 a.m.",
 ]  # fmt: skip
 
 
@@ -152,6 +165,9 @@ EXPRESSIONS = [
     "5!", r"\pm 5", "5, 6", "(5, 6)", "5 or 6", "x = 5, y = 6", "x = 5 or x = 6", "> 4", r"\geq 5", "x^5",
     "5 + i", "5i", "5_6", r"\left(\frac{1}{2}\right)^2", r"\frac{2+3}{5}", r"\frac{\frac{3}{2}}{2}",
     "n = 3 * 4", "10:30", "[5, b)", r"5\sin x", r"-\frac{-1}{2}", r"5\infty",
+    "[5, 6)", "x > 5", "5 to 6", "5N", "5t", "5 t^2", "5 - cost", r"5\boldsymbol{x}", r"5\mathbf{x}", "5 (6)",
+    "5 (or 6)", "5 (3 pi)", "5(6)", "x = a, y = 5", "x = a or x = 5", r"x = 5 \Rightarrow", r"A = 5\pi = 2\sqrt{3}",
+    "A 5", "5:00", r"5\operatorname{sin}",
 ]  # fmt: skip
 
 

@@ -154,7 +154,15 @@ def test_without_a_sandbox_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> No
         ("```Python\nx = 1\n```", "x = 1\n"),
         ('```python title="a.py"\nx = 1\n```', "x = 1\n"),
         ("~~~python\nx = 1\n~~~", "x = 1\n"),
-        ("~~~\nx = 1\n```\n~~~", "x = 1\n```\n"),
+        ("~~~py\nx = 1\n```\n~~~", "x = 1\n```\n"),
+        ("```py\nx = 1\n```\nNotes\n~~~~~\nIt is one.", "x = 1\n"),  # a heading
+        ("Notes\n~~~\nIt is one.\n~~~\n", "Notes\n~~~\nIt is one.\n~~~\n"),
+        ("Code\n~~~~\n```py\nx = 1\n```", "x = 1\n"),
+        ("```py\nx = 1\n```. It is one.", "x = 1\n"),
+        ("```py\nx = 1\n```This works.\n", "x = 1\n"),
+        ("```py\nx = 1\n```<|im_end|>", "x = 1\n"),
+        ("````py\nx = 1\n```. Not yet.\n````. Done.", "x = 1\n```. Not yet.\n"),
+        ('```py\nx = """\n```json\n"""\n```', 'x = """\n```json\n"""\n'),  # it opens a block
         ("````python\nx = 1\n```\n````", "x = 1\n```\n"),
         ("```python\nx = 1\n`````", "x = 1\n"),
         ("```python\r\nx = 1\r\n```\r\n", "x = 1\n"),
@@ -189,6 +197,8 @@ CHECK = "def check(candidate):\n    assert candidate(1) == 2\n"
         CHECK,
         "def helper():\n    assert f(1) == 2\ndef check(c):\n    helper()\n",
         "class T:\n    def test(self):\n        assert f(1) == 2\n",
+        "import pytest\n@pytest.mark.parametrize('n', [1])\ndef test_f(n):\n    assert f(n) == 2\n",
+        "def unused():\n    @run\n    def tests():\n        assert f(1) == 2\n",
         "def test_f(value):\n    assert f(value) == 2\n",  # what would its argument be?
     ],
 )
@@ -208,6 +218,7 @@ def test_asserts_that_nothing_calls_are_refused(tests: str) -> None:
         "import random\ndef test(n):\n    assert f(n) == n + 1\nfor n in range(3):\n    test(n)",
         "for n in range(3):\n    if n:\n        assert f(n) == n + 1",
         f"{CHECK}list(map(check, [f]))",
+        "def run(test):\n    test()\n@run\ndef tests():\n    assert f(1) == 2",
     ],
 )
 def test_asserts_that_are_called_are_tests(tests: str) -> None:

@@ -125,6 +125,9 @@ def test_a_column_as_text_and_a_row_without_it() -> None:
         ({"enum": [None, "x"]}, [None, "x"], [0]),
         ({"type": "integer", "minimum": 2, "maximum": 2}, [2], [1, 3]),
         ({"enum": ["a", True]}, ["a", True], [1, "b"]),
+        ({"const": 1, "enum": [1, 2]}, [1], [2, True]),
+        ({"const": None, "enum": [None, 1]}, [None], [1]),
+        ({"type": "integer", "minimum": None, "enum": None}, [1], ["x"]),
         ({"type": "number", "minimum": 1, "exclusiveMaximum": 2}, [1, 1.9], [0.9, 2]),
         ({"type": "string", "minLength": 2, "pattern": "^a"}, ["ab"], ["a", "ba"]),
         ({"type": "integer", "description": "ignored"}, [1], [1.5, True]),
@@ -144,13 +147,12 @@ def test_a_subset_of_json_schema(schema: dict[str, Any], right: list[Any], wrong
         ({"additionalProperties": {"type": "string"}}, "additionalProperties: only true and false"),
         ({"enum": []}, "enum is empty"),
         ({"enum": "xy"}, "enum is a list of values, not 'xy'"),
-        ({"const": 1, "enum": [1, 2]}, "const and enum both name the right values: give one of them"),
+        ({"const": 1, "enum": [2, True]}, "const 1 is none of the values of enum: nothing fits"),
         ({"type": 5}, "type is a name or a list of names, not 5"),
         ({"type": []}, r"type is a name or a list of names, not \[\]"),
         ({"type": [["string"]]}, r"type \['string'\] is none of JSON Schema's"),
-        ({"type": None}, "type is a name or a list of names, not None"),
+        ({"properties": None, "type": 5}, "type is a name or a list of names, not 5"),
         ({"properties": ["a"]}, r"properties is an object, not \['a'\]"),
-        ({"properties": {"a": {"const": 1, "minimum": None}}}, "a: minimum is a number, not None"),
         ({"properties": {"a": {}}, "required": "a"}, "required is a list of names, not 'a'"),
         ({"required": [1]}, r"required is a list of names, not \[1\]"),
         ({"minimum": "1"}, "minimum is a number, not '1'"),
@@ -211,6 +213,10 @@ def test_null_is_refused_in_a_setting_and_left_out_of_a_column() -> None:
     null = {"properties": {"b": {"const": None}}}
     grades = [(schema(text, {"shape": json.dumps(null)}) or {})["full"] for text in ('{"b": null}', '{"b": 3}')]
     assert grades == [1, 0]
+    dumped = json.dumps({"properties": {"b": {"type": "string", "pattern": None}}, "required": None})
+    assert (schema('{"b": "x"}', {"shape": dumped}) or {})["full"] == 1
+    with pytest.raises(ValueError, match="a: a schema is an object, not None"):
+        schema('{"b": 1}', {"shape": json.dumps({"properties": {"a": None}})})
 
 
 LEAVES = st.sampled_from(["string", "integer", "number", "boolean", "null"]) | st.builds(
