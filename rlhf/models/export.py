@@ -291,8 +291,10 @@ def _add_turn_end(folder: Path, turn_end: int) -> None:
     """Add the token that ends a turn to the tokens that end generation, unless it is one of them."""
     path = folder / GENERATION
     generation = json.loads(path.read_bytes()) if path.is_file() else {}
-    ends = generation.get("eos_token_id", json.loads((folder / CONFIG).read_bytes()).get("eos_token_id"))
-    ends = ends if isinstance(ends, list) else [ends] if ends is not None else []
+    config = json.loads((folder / CONFIG).read_bytes())
+    given = (settings.get("eos_token_id") for settings in (generation, config, config.get("text_config") or {}))
+    ends: Any = next((end for end in given if end is not None), [])
+    ends = ends if isinstance(ends, list) else [ends]
     if turn_end not in ends:
         path.write_text(_json({**generation, "eos_token_id": [*ends, turn_end]}), encoding="utf-8")
 

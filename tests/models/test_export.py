@@ -303,6 +303,25 @@ def test_what_a_run_changes_that_starts_from_an_adapter_is_not_measured_from_the
     assert (exported.avoided, exported.avoided_loss) == (torch.bfloat16, None)
 
 
+@pytest.mark.parametrize(
+    "generation", [{"eos_token_id": None, "top_p": 0.9}, {}, None], ids=["null", "no key", "no file"]
+)
+@pytest.mark.parametrize("nested", [False, True], ids=["outer config", "text_config"])
+def test_the_end_of_a_turn_is_added_to_the_ends_of_the_model(
+    tmp_path: Path, generation: dict[str, Any] | None, nested: bool
+) -> None:
+    source = publish(TIED, tmp_path / "in")
+    model, tokenizer = load_causal_lm(str(source)), load_tokenizer(str(source))
+    settings = json.loads((source / "config.json").read_text()) | {"eos_token_id": None if nested else EOS}
+    write(source / "config.json", settings | ({"text_config": {"eos_token_id": EOS}} if nested else {}))
+    (source / "generation_config.json").unlink()
+    if generation is not None:
+        write(source / "generation_config.json", generation)
+    export_model(model, tokenizer, tmp_path / "out", origin=replace(origin_of(source), turn_end=7))
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written == {**(generation or {}), "eos_token_id": [EOS, 7]}
+
+
 def test_an_export_does_not_need_its_source_any_more(tmp_path: Path) -> None:
     source = publish(TIED, tmp_path / "in")
     expected, origin, tokenizer = files(source), origin_of(source), load_tokenizer(str(source))
