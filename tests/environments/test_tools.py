@@ -434,8 +434,12 @@ def test_gymnasium() -> None:
     assert lake.step("go 2")[0] == "1"
     told, reward, over, _, info = lake.step("right")
     assert (told, reward, over, info) == ("Answer with one whole number from 0 to 3.", 0.0, False, {"malformed": 1.0})
-    with pytest.raises(ConfigError, match="FrozenLak"):
+    with pytest.raises(ConfigError, match=r"Did you mean: `FrozenLake`\?$"):
         load_environment("gym:FrozenLak-v1", {})
+    with pytest.raises(ConfigError, match=r"Please use `FrozenLake-v1` instead\.$"):
+        load_environment("gym:FrozenLake-v0", {})
+    with pytest.raises(ConfigError, match=r"id: FrozenLake; did you mean FrozenLake-v1\?$"):
+        load_environment("gym:FrozenLake", {})
 
 
 GYM_PACKAGE = """
@@ -486,7 +490,7 @@ def test_gymnasium_keeps_wrappers_and_limit_of_an_id_of_a_package(
     assert closed == ["closed"]
     with pytest.raises(ConfigError, match="no module 'counted_env'"):
         load_environment("gym:counted_env:Wrapped-v0", {})
-    with pytest.raises(ConfigError, match=r"Wraped.*did you mean Wrapped-v0"):
+    with pytest.raises(ConfigError, match=r"Wraped.*Did you mean: `Wrapped`\?$"):
         load_environment("gym:counted_envs:Wraped-v0", {})
 
 
