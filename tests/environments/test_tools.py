@@ -98,6 +98,13 @@ def test_a_call_without_its_closing_tag_is_malformed_and_no_answer(tag: str) -> 
     assert (over, info) == (False, {"tool_calls": 2, "tool_errors": 1})
 
 
+def test_an_answer_may_name_the_tag_of_calls() -> None:
+    assert read_calls("I used the <tool> tag. The answer is 5.") == []
+    assert read_calls("The tags are <tool> and <tool_call>.") == []
+    assert read_calls("I call <tool>") == ["the call has no end: write </tool> behind it"]
+    assert read_calls('A <tool> call: <tool_call>\n{"name"') == ["the call has no end: write </tool_call> behind it"]
+
+
 def test_no_text_of_a_policy_stops_the_reading_of_calls() -> None:
     started = time.perf_counter()
     assert read_calls("<tool>" + " " * 4000) == ["the call has no end: write </tool> behind it"]
