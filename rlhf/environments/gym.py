@@ -13,6 +13,7 @@ from rlhf.user_code import load_module
 
 NUMBER = re.compile(r"-?[0-9]+")
 MOST_DIGITS = 18
+OWN_HINT = re.compile("Did you mean|Please use")  # in Gymnasium's message
 
 
 class GymAdapter(Adapter):
@@ -40,7 +41,7 @@ class GymAdapter(Adapter):
         try:
             spec = gymnasium.spec(identifier)
         except (gymnasium.error.Error, ImportError) as error:
-            hint = did_you_mean(identifier, gymnasium.registry)
+            hint = "" if OWN_HINT.search(str(error)) else did_you_mean(identifier, gymnasium.registry)
             raise ConfigError(f"environment.target gym:{target}: {error}{hint}") from error
         if spec.entry_point is None:
             raise ConfigError(f"environment.target gym:{target}: this ID has no entry point")

@@ -20,7 +20,8 @@ from rlhf.environments.protocol import TOOL_CALLS, TOOL_ERRORS, Observation, che
 
 CALL = re.compile(r"<tool(?:_call)?>(.*?)</tool(?:_call)?>", re.DOTALL)
 """A call in the plain-text grammar; the form of Qwen's and Hermes' templates has another tag."""
-OPENING = re.compile(r"<(tool(?:_call)?)>")
+OPENING = re.compile(r"<(tool(?:_call)?)>\s*(?:\{|\Z)")
+"""The start of a call, which may be cut right behind its tag; a tag with prose behind it is no call."""
 TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
 GUIDE = "You may call these tools, each by a line"
 FORM = '<tool>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool>'

@@ -26,6 +26,7 @@ from rlhf.runtime.engine import Engine
 from rlhf.tracking.exported import TOLERATED_LOSS
 
 GENERATION = "generation_config.json"
+TIE = "tie_word_embeddings"
 CHAT_TEMPLATE = "chat_template.jinja"
 GGUF_DTYPE = torch.bfloat16  # a quantized file has no dtype of its own
 
@@ -290,8 +291,10 @@ def _add_turn_end(folder: Path, turn_end: int) -> None:
     """Add the token that ends a turn to the tokens that end generation, unless it is one of them."""
     path = folder / GENERATION
     generation = json.loads(path.read_bytes()) if path.is_file() else {}
-    ends = generation.get("eos_token_id", json.loads((folder / CONFIG).read_bytes()).get("eos_token_id"))
-    ends = ends if isinstance(ends, list) else [ends] if ends is not None else []
+    config = json.loads((folder / CONFIG).read_bytes())
+    given = (settings.get("eos_token_id") for settings in (generation, config, config.get("text_config") or {}))
+    ends: Any = next((end for end in given if end is not None), [])
+    ends = ends if isinstance(ends, list) else [ends]
     if turn_end not in ends:
         path.write_text(_json({**generation, "eos_token_id": [*ends, turn_end]}), encoding="utf-8")
 
@@ -397,13 +400,20 @@ def _dtype(name: str, weight: Tensor, origin: Origin, dtype: ExportDtype | None)
 def _same_names(model: PreTrainedModel, written: Mapping[str, Tensor], origin: Origin) -> bool:
     """Check whether the origin's files list just the model's weights, except for those tied to a listed one."""
     stored = origin.tensors
-    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    listed: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {} if _is_untied(model, origin) else listed
     left_out = written.keys() - stored.keys()
     return (
         bool(stored)
         and all(name in written and written[name].shape == tensor.shape for name, tensor in stored.items())
         and all(tied.get(name) in stored for name in left_out)
     )
+
+
+def _is_untied(model: PreTrainedModel, origin: Origin) -> bool:
+    """Tell whether a merged adapter, with an embedding or a head of its own, separated what the origin ties."""
+    default = getattr(type(model.config), TIE, False)
+    return bool(origin.config.get(TIE, default)) and not getattr(model.config, TIE, True)
 
 
 def _write_weights(written: Mapping[str, Tensor], origin: Origin, folder: Path) -> None:
@@ -429,6 +439,8 @@ def _write_config(model: PreTrainedModel, origin: Origin, folder: Path, *, dtype
     if dtype is not None:
         key = "torch_dtype" if "torch_dtype" in origin.config else "dtype"
         changes[key] = str(dtype).removeprefix("torch.")
+    if _is_untied(model, origin):
+        changes[TIE] = False
     if CONFIG not in origin.files:
         changes["architectures"] = [type(model).__name__]
     if _is_classifier(model):

@@ -157,10 +157,10 @@ def shared_weights(model: nn.Module) -> list[list[str]]:
 
 
 def shared_adapted(adapted: nn.Module) -> list[str]:
-    """List the modules that an adapter changes although another has the same weight: to merge would change both."""
-    kept = (".base_layer", ".original_module")
-    paths = [path for paths in shared_weights(adapted) for path in paths if path.endswith(kept)]
-    return [path.rpartition(".")[0].removeprefix("base_model.model.") for path in paths]
+    """List the layers with a LoRA whose weight another layer has as well: to merge one would change both."""
+    paths = [path for paths in shared_weights(adapted) for path in paths if path.endswith(".base_layer")]
+    layers = [path.removesuffix(".base_layer").removeprefix("base_model.model.") for path in paths]
+    return [layer for layer in layers if not layer.endswith(".token_adapter")]
 
 
 def train_saved_modules(model: nn.Module) -> None:

@@ -98,6 +98,13 @@ def test_a_call_without_its_closing_tag_is_malformed_and_no_answer(tag: str) -> 
     assert (over, info) == (False, {"tool_calls": 2, "tool_errors": 1})
 
 
+def test_an_answer_may_name_the_tag_of_calls() -> None:
+    assert read_calls("I used the <tool> tag. The answer is 5.") == []
+    assert read_calls("The tags are <tool> and <tool_call>.") == []
+    assert read_calls("I call <tool>") == ["the call has no end: write </tool> behind it"]
+    assert read_calls('A <tool> call: <tool_call>\n{"name"') == ["the call has no end: write </tool_call> behind it"]
+
+
 def test_no_text_of_a_policy_stops_the_reading_of_calls() -> None:
     started = time.perf_counter()
     assert read_calls("<tool>" + " " * 4000) == ["the call has no end: write </tool> behind it"]
@@ -434,8 +441,12 @@ def test_gymnasium() -> None:
     assert lake.step("go 2")[0] == "1"
     told, reward, over, _, info = lake.step("right")
     assert (told, reward, over, info) == ("Answer with one whole number from 0 to 3.", 0.0, False, {"malformed": 1.0})
-    with pytest.raises(ConfigError, match="FrozenLak"):
+    with pytest.raises(ConfigError, match=r"Did you mean: `FrozenLake`\?$"):
         load_environment("gym:FrozenLak-v1", {})
+    with pytest.raises(ConfigError, match=r"Please use `FrozenLake-v1` instead\.$"):
+        load_environment("gym:FrozenLake-v0", {})
+    with pytest.raises(ConfigError, match=r"id: FrozenLake; did you mean FrozenLake-v1\?$"):
+        load_environment("gym:FrozenLake", {})
 
 
 GYM_PACKAGE = """
@@ -486,7 +497,7 @@ def test_gymnasium_keeps_wrappers_and_limit_of_an_id_of_a_package(
     assert closed == ["closed"]
     with pytest.raises(ConfigError, match="no module 'counted_env'"):
         load_environment("gym:counted_env:Wrapped-v0", {})
-    with pytest.raises(ConfigError, match=r"Wraped.*did you mean Wrapped-v0"):
+    with pytest.raises(ConfigError, match=r"Wraped.*Did you mean: `Wrapped`\?$"):
         load_environment("gym:counted_envs:Wraped-v0", {})
 
 

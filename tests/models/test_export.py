@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.models import rounding
 from rlhf.models.backbone import add_lora, load_causal_lm, load_policy, merged_copy
 from rlhf.models.export import Origin, classifier_padding, export_model, read_origin
+from rlhf.models.lora import quiet_peft
 from rlhf.models.rounding import lost_change
 from rlhf.models.scalar_head import ScalarHeadModel, load_scalar_head
 from rlhf.models.weight_files import WeightFiles, read_tensors
@@ -233,6 +235,51 @@ def test_an_untrained_adapter_merges_to_its_base(tmp_path: Path) -> None:
     assert files(tmp_path / "out") == files(source)
 
 
+LLAMA, GPT2 = "llama, tied, several EOS, no pad", "gpt2, dropout, pad is EOS"
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Input and output embeddings are no longer")
+@pytest.mark.parametrize(
+    ("kind", "beside", "tied"),
+    [
+        (LLAMA, {"trainable_token_indices": [4, 5]}, True),
+        (LLAMA, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+        (LLAMA, {"modules_to_save": ["embed_tokens"]}, False),
+        (LLAMA, {"modules_to_save": ["lm_head"]}, False),
+        (LLAMA, {"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+        (GPT2, {"modules_to_save": ["wte", "lm_head"]}, False),
+    ],
+)
+def test_the_export_of_a_merged_adapter_is_tied_only_if_the_merged_model_is(
+    tmp_path: Path, kind: str, beside: dict[str, Any], tied: bool
+) -> None:
+    """GPT-2's config.json need not name the tie, which is its default."""
+    torch.manual_seed(0)
+    source = publish(KINDS[kind], tmp_path / "in")
+    settings = json.loads((source / "config.json").read_text())
+    if kind == GPT2:
+        settings.pop("tie_word_embeddings", None)
+        write(source / "config.json", settings)
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    targets = ["c_attn" if kind == GPT2 else "q_proj"]
+    lora = PeftConfig(r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **beside)
+    with quiet_peft(), torch.no_grad():
+        adapted = get_peft_model(plain, lora)
+        for weight in adapted.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight))
+    expected = logits(adapted)
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    merged, tokenizer = load_causal_lm(str(tmp_path / "adapter")), load_tokenizer(str(source))
+    origin = read_origin(str(tmp_path / "adapter"), str(source), tokenizer)
+    export_model(merged, tokenizer, tmp_path / "out", origin=origin, dtype="float32")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(again), expected, rtol=1e-3, atol=1e-3)
+    assert (again.lm_head.weight is again.get_input_embeddings().weight) == tied
+    changes = {"dtype": "float32"} if tied else {"dtype": "float32", "tie_word_embeddings": False}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == settings | changes
+
+
 def test_the_origin_of_an_adapter_is_its_base(tmp_path: Path) -> None:
     source = publish(TIED, tmp_path / "in")
     add_lora(load_causal_lm(str(source)), LoraConfig(r=2)).save_pretrained(tmp_path / "adapter")
@@ -254,6 +301,25 @@ def test_what_a_run_changes_that_starts_from_an_adapter_is_not_measured_from_the
     exported = export_model(model, tokenizer, tmp_path / "out", origin=origin)
     assert (exported.dtype, exported.lost) == (torch.float32, 0.0)
     assert (exported.avoided, exported.avoided_loss) == (torch.bfloat16, None)
+
+
+@pytest.mark.parametrize(
+    "generation", [{"eos_token_id": None, "top_p": 0.9}, {}, None], ids=["null", "no key", "no file"]
+)
+@pytest.mark.parametrize("nested", [False, True], ids=["outer config", "text_config"])
+def test_the_end_of_a_turn_is_added_to_the_ends_of_the_model(
+    tmp_path: Path, generation: dict[str, Any] | None, nested: bool
+) -> None:
+    source = publish(TIED, tmp_path / "in")
+    model, tokenizer = load_causal_lm(str(source)), load_tokenizer(str(source))
+    settings = json.loads((source / "config.json").read_text()) | {"eos_token_id": None if nested else EOS}
+    write(source / "config.json", settings | ({"text_config": {"eos_token_id": EOS}} if nested else {}))
+    (source / "generation_config.json").unlink()
+    if generation is not None:
+        write(source / "generation_config.json", generation)
+    export_model(model, tokenizer, tmp_path / "out", origin=replace(origin_of(source), turn_end=7))
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written == {**(generation or {}), "eos_token_id": [EOS, 7]}
 
 
 def test_an_export_does_not_need_its_source_any_more(tmp_path: Path) -> None:
