@@ -94,7 +94,7 @@ def _run(plan: CellPlan, beside: Path, start: StartCell, view: ComparisonView) -
 
 
 def _check_inputs(plan: CellPlan, digests: Digests) -> list[str]:
-    """Check that weights and rows are those of the finished cells; return a warning for each change of code."""
+    """Check that no weights or rows changed since a cell finished; return warnings about changed code."""
     cells = [*plan.cells, *plan.trials]
     judged = [cell for cell in cells if (cell.folder / JUDGED).is_file()]
     return check_inputs(judged, [cell for cell in cells if not is_over(cell)], digests)

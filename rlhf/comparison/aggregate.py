@@ -89,7 +89,7 @@ def read_cells(plan: CellPlan) -> list[CellResult]:
 
 
 def same_inputs(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Take away the judgments of cells that read other weights or rows than the first cells that read them."""
+    """Drop the judgments of cells whose weights or rows differ from the first cell's."""
     first = first_readers(result.cell for result in cells if result.judged is not None)
     return [_with_same_inputs(result, first) for result in cells]
 

@@ -50,7 +50,7 @@ class Digests:
         for read in inputs:
             name = str(read)
             if (kind, name) not in self._known:
-                with suppress(DataError, ModelError):  # it is gone; a cell that needs it tells so
+                with suppress(DataError, ModelError):  # missing: the cell that needs it reports it
                     self._known[kind, name] = compute(read)
             digest = self._known.get((kind, name))
             if digest is not None:
@@ -59,7 +59,7 @@ class Digests:
 
 
 def _reads(cell: CellConfig, key: str) -> bool:
-    """Return whether a cell reads a setting of its run: one that trains nothing reads a few."""
+    """Return whether a cell reads a setting. A cell without training reads only a few settings."""
     return cell.budget is not None or key.startswith(READ_BY_ALL)
 
 
@@ -105,7 +105,7 @@ def _code(cell: CellConfig) -> Iterator[tuple[str, str]]:
 
 
 def record_inputs(cell: Cell, digests: Digests) -> None:
-    """Write inputs.json when a cell begins; a cell that goes on, or was judged before, keeps its own."""
+    """Write inputs.json when a cell begins. A cell that continues, or is judged already, keeps its file."""
     goes_on = (cell.folder / INPUTS).is_file() and (cell.folder / "checkpoints").is_dir()
     if not goes_on and not (cell.folder / JUDGED).is_file():
         content = json.dumps(digests.of(cell.config), indent=1, ensure_ascii=False)
@@ -177,7 +177,7 @@ def first_readers(cells: Iterable[Cell]) -> Readers:
 
 
 def other_inputs(inputs: InputDigests, first: Readers) -> Iterator[tuple[InputKind, str, str]]:
-    """Yield kind and path of every input that the first cell read otherwise, and the label of that cell."""
+    """Yield kind and path of each input that differs from the first cell's, and the label of the first cell."""
     for kind, digests in inputs.items():
         for path, digest in digests.items():
             known, label = first.get((kind, path), (digest, ""))

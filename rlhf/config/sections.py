@@ -430,7 +430,7 @@ class Validation(Protocol):
 
 
 def is_trained(info: Validation) -> bool:
-    """Return whether a run with these settings trains: a comparison also judges models with those of its base."""
+    """Return whether a run with these settings trains a model. A comparison also judges models without training."""
     return info.context is None or bool(info.context["trains"])
 
 

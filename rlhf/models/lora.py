@@ -147,7 +147,7 @@ def _check_shared(model: nn.Module, config: LoraConfig) -> None:
 
 
 def shared_weights(model: nn.Module) -> list[list[str]]:
-    """List the paths of the modules that share their weight, those of one weight together."""
+    """List groups of module paths; the modules of a group share one weight."""
     holders: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -157,7 +157,7 @@ def shared_weights(model: nn.Module) -> list[list[str]]:
 
 
 def shared_adapted(adapted: nn.Module) -> list[str]:
-    """List the layers with a LoRA whose weight another layer has as well: to merge one would change both."""
+    """List the LoRA layers whose weight another layer shares: a merge would change both layers."""
     paths = [path for paths in shared_weights(adapted) for path in paths if path.endswith(".base_layer")]
     layers = [path.removesuffix(".base_layer").removeprefix("base_model.model.") for path in paths]
     return [layer for layer in layers if not layer.endswith(".token_adapter")]
