@@ -105,8 +105,8 @@ class RewardModelSource:
         if self.same_ids:
             return ""
         if self.encoder.template.source is None:
-            return "The reward model has another vocabulary and no chat template: it reads plain text"
-        return "The reward model has another vocabulary: it reads conversations by its own chat template"
+            return "The reward model reads text, not token ids: plain text, for it has no chat template"
+        return "The reward model reads text, not token ids: conversations by its own chat template"
 
     def __call__(self, completions: Completions) -> Scores:
         """Score completions; see RewardSource."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol, TextIO, runtime_checkable
 
@@ -21,9 +22,11 @@ from rlhf.data.prompts import CONVERSATION, MESSAGES, own_prompt, prompt_pipelin
 from rlhf.errors import DataError, UserError
 from rlhf.factory.sampler import GREEDY, NO_TEMPLATE, Completer, Conversation, Drawing, published_drawing
 from rlhf.models.backbone import context_length
+from rlhf.models.folders import digest_of_model
 from rlhf.runtime.seeding import derive_seed
+from rlhf.tracking.fingerprint import combine_digests
 from rlhf.tracking.progress import printable
-from rlhf.types import Completions
+from rlhf.types import Completions, Prompts
 
 PROMPTS_AT_ONCE = 64  # of a file: an interruption loses the completions of at most these
 TAKEN = {"completions", "chosen", "rejected", "messages", "conversations", MESSAGES, CONVERSATION}  # not kept of a row
@@ -54,7 +57,9 @@ def write_samples(
     """Write completions of the prompts of a data set to a JSONL file, which `rlhf label` and SFT read.
 
     A line has `prompt` (a text or messages), `completion`, `finished` (false: cut at `sampling.max_new_tokens`) and the
-    other columns of the prompt's row. Draws depend on the seed and the prompt's place in the data set alone.
+    other columns of the prompt's row. Draws depend on the seed and the prompt's place in the data set alone. Until the
+    last line is there, the file has another name: its own, a digest of what the completions depend on, and `.part`. The
+    same call goes on from it after an interruption.
 
     Raises:
         UserError: the model or the data cannot be read, or the file cannot be written.
@@ -69,30 +74,47 @@ def write_samples(
     ).load()
     told = prompts.skips.summary().replace("data.chat_template=none", "--raw")
     console.print(Text(told), soft_wrap=True)
-    key, written, cut = derive_seed(options.seed, "sample"), 0, 0
-    with _create(out) as file:
-        for batch in prompts.batches(PROMPTS_AT_ONCE):
-            samples = completer.sampler.sample(batch, key=key, group_size=options.count, greedy=options.greedy)
-            for row, (text, finished) in enumerate(_texts(completer, samples)):
-                columns = batch.references[row // options.count]
-                kept = {name: value for name, value in columns.items() if name not in TAKEN}
-                line = {**kept, "prompt": own_prompt(columns), "completion": text, "finished": finished}
-                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-                written, cut = written + 1, cut + (not finished)
-            file.flush()
+    made_of = [digest_of_model(path) or path, repr((options, sampling, _chat(path, options))), repr(prompts.references)]
+    part = out.with_name(f"{out.name}.{combine_digests([*made_of, str(prompts.skips.digest)])[:12]}.part")
+    key = derive_seed(options.seed, "sample")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("a+", encoding="utf-8") as file:
+            batches = _whole_batches(file, PROMPTS_AT_ONCE * options.count)
+            if batches:
+                console.print(Text(f"going on from {sum(map(len, batches)):,} completions in {part}"), soft_wrap=True)
+            for batch in islice(prompts.batches(PROMPTS_AT_ONCE), len(batches), None):
+                samples = completer.sampler.sample(batch, key=key, group_size=options.count, greedy=options.greedy)
+                batches.append([*_lines(completer, batch, samples, options.count)])
+                file.writelines(batches[-1])
+                file.flush()
+        part.replace(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}") from error
+    rows = [json.loads(line) for batch in batches for line in batch]
+    cut = sum(not row["finished"] for row in rows)
     console.print(
-        Text(f"{written:,} completions written to {out}; {cut:,} were cut at {sampling.max_new_tokens} tokens"),
+        Text(f"{len(rows):,} completions written to {out}; {cut:,} were cut at {sampling.max_new_tokens} tokens"),
         soft_wrap=True,
     )
 
 
-def _create(out: Path) -> TextIO:
-    """Open a new file to write to."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        return out.open("x", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}") from error
+def _whole_batches(file: TextIO, rows: int) -> list[list[str]]:
+    """Read the batches of `rows` lines that an interrupted call wrote, and remove what follows them from the file."""
+    file.seek(0)
+    lines = [line for line in file if line.endswith("\n")]
+    batches = [lines[start : start + rows] for start in range(0, len(lines) - rows + 1, rows)]
+    file.truncate(len("".join(chain(*batches)).encode()))
+    return batches
+
+
+def _lines(completer: Completer, prompts: Prompts, samples: Completions, count: int) -> Iterator[str]:
+    """Yield the line of each completion, `count` of a prompt."""
+    for row, (text, finished) in enumerate(_texts(completer, samples)):
+        columns = prompts.references[row // count]
+        kept = {name: value for name, value in columns.items() if name not in TAKEN}
+        line = {**kept, "prompt": own_prompt(columns), "completion": text, "finished": finished}
+        yield json.dumps(line, ensure_ascii=False, default=str) + "\n"
 
 
 def _load(path: str, options: SampleOptions, sampling: SamplingConfig) -> Completer:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ from rlhf.commands.sample import choose_drawing, run_chat
 from rlhf.config.data import ChatFormat, DatasetConfig
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
+from rlhf.data.prompts import PromptSet
 from rlhf.errors import ModelError, UserError
 from rlhf.factory.sampler import GREEDY, Completer, Drawing, published_drawing
 from rlhf.labelling.data import read_groups
+from rlhf.types import Prompts
 
 TEMPLATE = chat_template("words")
 ROWS = [
@@ -244,9 +248,12 @@ def test_a_prompt_without_tokens_is_told(
     assert "prompt 2 has no tokens: give it a text to complete" in capsys.readouterr().err
 
 
+def sample_file(folder: Path, data: Path, out: Path, *options: str) -> int:
+    return main(["sample", str(folder), "--data", str(data), "--out", str(out), "--max-new-tokens", "4", *options])
+
+
 def written(folder: Path, data: Path, out: Path, *options: str) -> list[dict[str, Any]]:
-    arguments = ["sample", str(folder), "--data", str(data), "--out", str(out), "--max-new-tokens", "4", *options]
-    assert main(arguments) == 0
+    assert sample_file(folder, data, out, *options) == 0
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
@@ -274,6 +281,52 @@ def test_the_prompts_of_a_file_are_completed(
     assert {text for group in groups for text in group.completions} <= {line["completion"] for line in lines}
     assert main(["sample", str(run_folder), "--data", str(data), "--out", str(out)]) == 2
     assert "is there already: name another file, or remove it" in " ".join(capsys.readouterr().err.split())
+
+
+def interrupted(folder: Path, data: Path, out: Path, *options: str, after: int) -> None:
+    """Sample as `written` does, and interrupt it after some batches."""
+    batches = PromptSet.batches
+
+    def some(self: PromptSet, size: int) -> Iterator[Prompts]:
+        yield from islice(batches(self, size), after)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PromptSet, "batches", some)
+        assert sample_file(folder, data, out, *options) == 130
+
+
+def test_completions_of_a_file_go_on_after_an_interruption(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there stays, the rest is drawn as without a stop, and a file at --out is always whole."""
+    monkeypatch.setattr("rlhf.commands.sample.PROMPTS_AT_ONCE", 2)
+    rows = [{"prompt": text, "key": place} for place, text in enumerate(("red", "blue", "good", "bad", "one"))]
+    data, draws = write_rows(tmp_path / "prompts.jsonl", rows), ("--count", "2", "--temperature", "9")
+    whole = written(run_folder, data, tmp_path / "whole.jsonl", *draws)
+
+    out = tmp_path / "out.jsonl"
+    interrupted(run_folder, data, out, *draws, after=2)
+    assert not out.exists()
+    (part,) = tmp_path.glob("out.jsonl.*.part")
+    assert [json.loads(line) for line in part.read_text().splitlines()] == whole[:8]
+    part.write_text(part.read_text()[:-20])  # killed while it wrote the second batch
+    capsys.readouterr()
+    assert written(run_folder, data, out, *draws) == whole
+    assert "going on from 4 completions" in " ".join(capsys.readouterr().out.split())
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("change", [("--seed", "1"), ("--temperature", "8"), ("--count", "3"), ("--raw",)])
+def test_unfinished_completions_of_other_settings_are_not_used(
+    change: tuple[str, ...], run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "red"}, {"prompt": "blue"}])
+    draws, out = ("--count", "2", "--temperature", "9"), tmp_path / "out.jsonl"
+    monkeypatch.setattr("rlhf.commands.sample.PROMPTS_AT_ONCE", 1)
+    interrupted(run_folder, data, out, *draws, after=1)
+    expected = written(run_folder, data, tmp_path / "expected.jsonl", *draws, *change)
+    assert written(run_folder, data, out, *draws, *change) == expected
 
 
 @pytest.mark.parametrize(

@@ -216,12 +216,12 @@ def test_another_familys_reward_model_reads_conversations_by_its_own_template(tm
     conversation = {"prompt_messages": [{"role": "user", "content": "t5 t7"}]}
     asked = replace(asked, finished=torch.tensor([True, False]), references=(conversation, conversation))
     judge = RewardModelSource(model, own, policy_tokenizer=other_tokenizer(), micro_batch_size=2, dtype="float64")
-    assert judge.note == "The reward model has another vocabulary: it reads conversations by its own chat template"
+    assert judge.note == "The reward model reads text, not token ids: conversations by its own chat template"
     expected = completions_of([[9, 5, 7, EOS, 10]] * 2, [[6, EOS], [6]])
     scores = judge(asked).values
     torch.testing.assert_close(scores.double(), sequence_scores(model, *fields(expected)).detach(), rtol=0, atol=1e-6)
     plain = source(model, other_tokenizer())
-    assert plain.note == "The reward model has another vocabulary and no chat template: it reads plain text"
+    assert plain.note == "The reward model reads text, not token ids: plain text, for it has no chat template"
     assert source(model).note == ""
     assert not torch.equal(plain(asked).values, scores)
 
