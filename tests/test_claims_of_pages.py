@@ -338,6 +338,25 @@ FEWER = {
 }
 
 
+def test_the_chain_from_an_empty_folder() -> None:
+    measured, text = read("detox.json"), " ".join(page("docs/experiments/detox.md").split())
+    told = re.search(
+        r"in (\d+) minutes\*\* .*? installation (\S+) minutes, \w+ (\S+), SFT (\S+), .*? (\S+), PPO (\S+)\. ", text
+    )
+    assert told is not None
+    again = measured["again"]
+    seconds = [again["seconds"][name] for name in ("setup", "smollm2", "sft", "reward_model", "ppo")]
+    whole = sum(seconds) + again["seconds"]["paradetox"]
+    assert wrong(list(told.groups()), [part / 60 for part in (whole, *seconds)]) == []
+    assert f"PPO alone: {told[1]} minutes from nothing on two cores with AMX" in page("README.md")
+    for model, pattern in (("ppo", r"the same J, (.*?\]), and SFT"), ("sft", r"\], and SFT (.*?\])\. Without")):
+        (figures,) = re.findall(pattern, text)
+        j = again["models"][model]["j"]
+        assert wrong(numbers(figures.replace(".", "0.")), [j["value"], j["low"], j["high"]]) == []
+    first, second = (models["ppo"] for models in (measured["models"], again["models"]))
+    assert round(first["figures"]["j"]["value"], 3) == round(second["j"]["value"], 3)
+
+
 def test_the_chain_from_fewer_rewrites() -> None:
     results, text = read("compare_detox_800.json"), page("docs/experiments/detox.md").split("### From 800 rewrites")[1]
     arms = results["arms"] | results["others"]
