@@ -272,7 +272,12 @@ def _split_transcript(transcript: str, name: str) -> tuple[str, str]:
 
 
 def completion_demo(values: Values, *, turns: bool, prompt: str, completion: str) -> DemoText:
-    """Read a demonstration from a prompt column and a completion column."""
+    """Read a demonstration from a prompt column and a completion column; `finished`: false refuses a sample cut off.
+
+    With it, a model would learn to end in the middle of a sentence: every completion is followed by EOS.
+    """
+    if values.get("finished") is False:
+        raise BadRow(f"{completion} was cut before it ended (finished: false)")
     question = _read_prompt(values, prompt, turns=turns)
     answer, answer_messages = _read_completion(values, completion)
     return DemoText(question, answer, tools_of(values), answer_messages)

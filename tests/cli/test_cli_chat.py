@@ -277,7 +277,8 @@ def test_the_prompts_of_a_file_are_completed(
     monkeypatch.setattr("rlhf.commands.sample.PROMPTS_AT_ONCE", 1)
     assert written(run_folder, data, tmp_path / "again.jsonl", *draws) == lines
     assert written(run_folder, data, tmp_path / "fewer.jsonl", *draws, "--limit", "1") == lines[:2]
-    groups, _ = read_groups(DatasetConfig(path=str(out)))
+    whole = write_rows(tmp_path / "whole.jsonl", [{**line, "finished": True} for line in lines])
+    groups, _ = read_groups(DatasetConfig(path=str(whole)))
     assert {text for group in groups for text in group.completions} <= {line["completion"] for line in lines}
     assert main(["sample", str(run_folder), "--data", str(data), "--out", str(out)]) == 2
     assert "is there already: name another file, or remove it" in " ".join(capsys.readouterr().err.split())

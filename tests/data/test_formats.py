@@ -191,6 +191,7 @@ def test_bad_pairs_have_reasons(row: dict[str, object], reason: str) -> None:
     "row, expected",
     [
         ({"prompt": "p", "completion": " c"}, DemoText("p", " c")),
+        ({"prompt": "p", "completion": "c", "finished": True}, DemoText("p", "c")),
         ({"prompt": HI, "completion": [assistant("c")]}, DemoText(HI, "c")),
         ({"question": "1+1?", "answer": "2"}, DemoText("1+1?\n", "2")),
         ({"instruction": "Go.", "input": "", "output": "Gone."}, DemoText(GO, "Gone.")),
@@ -202,6 +203,7 @@ def test_bad_pairs_have_reasons(row: dict[str, object], reason: str) -> None:
         ({"conversations": [human("Hi"), gpt("a")]}, DemoText(HI, "a", whole=True)),
         ({"text": "Once upon"}, DemoText("", "Once upon")),
         ({"prompt": "p", "completion": ""}, "empty completion"),
+        ({"prompt": "p", "completion": "c", "finished": False}, "completion was cut before it ended (finished: false)"),
         ({"prompt": "p", "completion": 7}, "completion is not text"),
         ({"prompt": HI, "completion": [*HI, assistant("c")]}, "completion has more than the assistant's answer"),
         ({"instruction": "", "output": "x"}, "empty instruction"),
