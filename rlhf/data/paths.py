@@ -129,7 +129,8 @@ def check_files(config: TrainConfig | RewardModelConfig, lookups: Lookups | None
         ModelError: a model is missing; the message has one line per missing path, data files included.
         DataError: only data files are missing.
     """
-    check_out_dir(config.run.out_dir)
+    if os.environ.get("RANK", "0") == "0":  # a rank that removes the empty folder would take it from another
+        check_out_dir(config.run.out_dir)
     lookups = Lookups() if lookups is None else lookups
     is_resumed = (Path(config.run.out_dir) / "checkpoints").is_dir()  # a resumed run reads its own checkpoint
     named = [] if is_resumed else model_paths(config)

@@ -81,11 +81,13 @@ def _check_model(model: PreTrainedModel) -> None:
     config = model.config
     rope = dict(getattr(config, "rope_parameters", None) or {})
     biases = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
+    activation = getattr(config, "hidden_act", None)
     reasons = {
         f"it is of type {config.model_type}": config.model_type != "llama",
         "it is not a causal language model": model.get_output_embeddings() is None,
         f"its rotations are scaled ({rope.get('rope_type')})": rope.get("rope_type", "default") != "default",
         "it has biases": bool(biases),
+        f"its activation is {activation}": activation not in ("silu", "swish"),
     }
     for reason, applies in reasons.items():
         if applies:

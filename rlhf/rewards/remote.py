@@ -127,7 +127,7 @@ class RemoteReward:
     def _parse(self, response: bytes) -> dict[str, object]:
         try:
             parsed = json.loads(response)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RewardError(
                 f"the reward server {self.url} answered with something that is not JSON ({error}): "
                 f"{quoted(response.decode(errors='replace'))}"

@@ -15,6 +15,7 @@ from rlhf.data.tokenizer import right_pad
 from rlhf.errors import SamplingError
 from rlhf.models.backbone import weight_dtype
 from rlhf.models.policy_models import Models
+from rlhf.models.text_config import text_config
 from rlhf.sampling.canary import live_prompts
 from rlhf.sampling.generate import repeat_rows
 from rlhf.sampling.pool import ServerPool
@@ -86,6 +87,9 @@ class ServedSampler:
         cut = [self._until_end(row) for row in ids]
         if min(map(len, cut)) == 0:
             raise SamplingError("a sampling server returned an empty completion")
+        vocabulary = int(text_config(self.policy.model).vocab_size)
+        if (largest := max(map(max, cut))) >= vocabulary:
+            raise SamplingError(f"a sampling server returned the token id {largest}: the policy has {vocabulary:,} ids")
         completion_ids, mask = right_pad(cut, self.pad_id)
         dtype = weight_dtype(self.pool.dtype)
         values = torch.zeros(mask.shape, dtype=torch.promote_types(dtype, torch.float32))

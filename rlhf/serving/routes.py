@@ -19,6 +19,8 @@ from rlhf.serving.http import JsonHttp, ServerRefused
 EXACT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sent with every request: the folder of a model may have other defaults, and a server would use them."""
 
+ROUNDING = 1e-3  # how far above 0 a log-probability may be
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
@@ -68,7 +70,7 @@ def read_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], list
     """Return token ids, their log-probabilities, and the prompt's token ids.
 
     Raises:
-        ServerRefused: the server left one of them out, or a log-probability is no number.
+        ServerRefused: one of them is missing, a token id is none, or a log-probability is no number or above 0.
     """
     ids, prompt = choice.get("token_ids"), choice.get("prompt_token_ids")
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
@@ -77,9 +79,11 @@ def read_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], list
             200, "a choice lacks token_ids, prompt_token_ids or logprobs: the server is too old for return_token_ids"
         )
     values = [math.nan if value is None else float(value) for value in logprobs]
-    wrong = next((place for place, value in enumerate(values) if not math.isfinite(value)), None)
-    if wrong is not None:
-        raise ServerRefused(200, f"token {wrong + 1} of a completion has the log-probability {logprobs[wrong]}")
+    for place, (token, value) in enumerate(zip(ids, values, strict=True)):
+        if not math.isfinite(value) or value > ROUNDING:
+            raise ServerRefused(200, f"token {place + 1} of a completion has the log-probability {logprobs[place]}")
+        if type(token) is not int or token < 0:
+            raise ServerRefused(200, f"token {place + 1} of a completion has the id {token}")
     return list(ids), values, list(prompt)
 
 

@@ -55,7 +55,7 @@ class Checkpoints:
         temporary.mkdir(parents=True)
 
     def _finish(self, step: int, temporary: Path, target: Path) -> None:
-        _write_manifest(temporary)
+        write_manifest(temporary)
         _rename_over(temporary, target)
         self._rotate(step)
 
@@ -227,7 +227,8 @@ def _sync_tree(folder: Path) -> None:
     _sync_folder(folder)
 
 
-def _write_manifest(folder: Path) -> None:
+def write_manifest(folder: Path) -> None:
+    """Write size and checksum of every file of a folder into it; `find_damage` reads them."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files: Mapping[str, Mapping[str, int | str]] = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)} for path in paths

@@ -22,7 +22,7 @@ from rlhf.guard.best import Gain, next_best
 from rlhf.guard.first_step import flat_reward_note
 from rlhf.models.folders import MODEL
 from rlhf.runtime.distributed import Distributed
-from rlhf.tracking.checkpoint import CHECKPOINT_NAME, replace_folder
+from rlhf.tracking.checkpoint import CHECKPOINT_NAME, MANIFEST, find_damage, replace_folder, write_manifest
 from rlhf.training.session import STATE, Recorder, TrainState
 
 
@@ -231,6 +231,7 @@ class BestKeeper:
         def write(folder: Path) -> None:
             self._write(folder / MODEL)
             self._ranks.on_main(lambda: self._describe(folder, step, name, values, gain))
+            self._ranks.on_main(lambda: write_manifest(folder))
 
         self._ranks.on_main(lambda: self.folder.mkdir(parents=True, exist_ok=True))
         with self.recorder.phase("checkpoint"):
@@ -273,12 +274,19 @@ class BestKeeper:
         best = self.state.best
         if best is None or not self.config.restore:
             return None
-        model = self.place(best.step) / MODEL
-        if not self._ranks.from_main(model.is_dir()):
-            self.recorder.note(f"warning: {model} is gone: the last checkpoint is exported instead of the best")
+        folder = self.place(best.step)
+        if (damage := self._ranks.from_main(_damage_of(folder))) is not None:
+            self.recorder.note(f"warning: {folder}: {damage}. The last checkpoint is exported instead of the best")
             return None
         self.recorder.note(f"the exported model is the best checkpoint, of step {best.step}")
-        return model
+        return folder / MODEL
+
+
+def _damage_of(folder: Path) -> str | None:
+    """Describe the damage to the folder of a best checkpoint; runs of earlier versions have no checksums in it."""
+    if not (folder / MODEL).is_dir():
+        return "it is gone"
+    return find_damage(folder) if (folder / MANIFEST).is_file() else None
 
 
 def _best_step_of(checkpoint: Path) -> int:

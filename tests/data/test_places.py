@@ -8,6 +8,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from runs import write_rows
 
 from rlhf.config.load import train_config
 from rlhf.data.paths import check_files, check_out_dir, missing_data, missing_model
@@ -27,6 +28,24 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     for place in ("file", "file/below"):
         with pytest.raises(ConfigError, match=r"run.out_dir: cannot write into .*\(it is a file\).*run.out_dir=\.\.\."):
             check_out_dir(str(tmp_path / place))
+
+
+def test_one_rank_checks_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that removes the empty folder after its check would take it from under another."""
+    (tmp_path / "file").write_text("")
+    tree = {
+        "policy": {"model": str(tmp_path)},
+        "data": {"sft": {"path": str(write_rows(tmp_path / "rows.jsonl", [{"text": "a"}]))}},
+        "algorithm": {"preset": "sft"},
+        "schedule": {"steps": 1},
+        "run": {"out_dir": str(tmp_path / "file")},
+    }
+    config = train_config(tree)
+    monkeypatch.setenv("RANK", "1")
+    check_files(config)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="it is a file"):
+        check_files(config)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")

@@ -102,7 +102,9 @@ def test_a_run_that_an_alarm_stops_saves_and_goes_on_when_asked(tmp_path: Path) 
     assert "triangle-down" in page
 
 
-def test_the_best_checkpoint_is_exported_named_and_ends_the_run(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_exported_named_and_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, is_complete = finished(tree_of(tmp_path, checkpoint={"best": {"patience": 2}}))
     folder, state = run.session.recorder.folder.path, run.session.state
     assert is_complete
@@ -121,6 +123,13 @@ def test_the_best_checkpoint_is_exported_named_and_ends_the_run(tmp_path: Path) 
     with pytest.raises(ConfigError, match="has kept no best checkpoint"):
         resolve_best(f"{tmp_path}@best")
     assert resolve_best("owner/name@main") == "owner/name@main"
+    damaged = best / "model" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    notes: list[str] = []
+    monkeypatch.setattr(type(run.session.recorder), "note", lambda _recorder, text: notes.append(text))
+    assert run.session.best is not None
+    assert run.session.best.finish() is None  # the last checkpoint is exported
+    assert "model.safetensors has 200 bytes" in notes[-1]
 
 
 def test_the_best_checkpoint_is_chosen_by_the_prompts_that_are_judged(tmp_path: Path) -> None:

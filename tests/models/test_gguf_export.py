@@ -101,11 +101,13 @@ def test_other_models_are_refused_by_name(tmp_path: Path, family: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_scaled_rotations_and_other_tokenizers_are_refused(tmp_path: Path) -> None:
+def test_scaled_rotations_activations_and_other_tokenizers_are_refused(tmp_path: Path) -> None:
     scaled = llama()
     scaled.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
     with pytest.raises(ModelError, match=r"rotations are scaled \(linear\)"):
         write_gguf(scaled, byte_tokenizer(), tmp_path / "a.gguf", dtype="f32")
+    with pytest.raises(ModelError, match="its activation is gelu"):
+        write_gguf(tiny(hidden_act="gelu", **WIDE), byte_tokenizer(), tmp_path / "a.gguf", dtype="f32")
     for pre in (pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=True)):
         with pytest.raises(ModelError, match="splits texts"):
             write_gguf(llama(), byte_tokenizer(pre), tmp_path / "a.gguf", dtype="f32")

@@ -210,6 +210,7 @@ def test_the_timeout_counts_seconds_without_data(serve: Callable[[Answer], Serve
         (b"[1, 2]", r"must answer"),
         (b"<html>oops</html>", r"not JSON .*<html>oops</html>"),
         (b"\xff\xfe\xfa", r"not JSON"),
+        (b"[" * 100_000, r"not JSON"),
     ],
 )
 def test_a_wrong_answer_is_final_and_named(body: bytes, message: str, serve: Callable[[Answer], Server]) -> None:

@@ -11,22 +11,26 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from runs import make_model
 from servers import CPU, listening, service_of, serving
 from torch import Tensor
 
+from rlhf.config.sections import SamplingConfig
 from rlhf.errors import SamplingError
 from rlhf.models.backbone import load_causal_lm
 from rlhf.models.policy_models import Models
 from rlhf.sampling.launched import LaunchedServer
 from rlhf.sampling.pool import ServerPool
 from rlhf.sampling.push import PushedPolicy
+from rlhf.sampling.served import ServedSampler
 from rlhf.sampling.service import PolicyService
 from rlhf.serving.http import JsonHttp, ServerDown, ServerRefused
 from rlhf.serving.own import OwnServer
-from rlhf.serving.routes import Ask, choices_of, read_choice
+from rlhf.serving.routes import Answer, Ask, choices_of, read_choice
 from rlhf.serving.server import LaunchConfig, Push
 from rlhf.serving.vllm import VllmServer
+from rlhf.types import Prompts
 
 PROMPTS = [[4, 5], [6]]
 
@@ -192,11 +196,28 @@ def test_a_server_that_the_run_starts_again_gets_the_weights_again(model: Path, 
     assert len(set(config.pushed)) == 1
 
 
-@pytest.mark.parametrize("value", [None, math.nan, -math.inf])
+@pytest.mark.parametrize("value", [None, math.nan, -math.inf, 3.0])
 def test_a_token_without_a_log_probability_is_refused(value: float | None) -> None:
     choice = {"token_ids": [4, 5], "prompt_token_ids": [6], "logprobs": {"token_logprobs": [-1.0, value]}}
     with pytest.raises(ServerRefused, match=r"token 2 .* has the log-probability"):
         read_choice(choice)
+
+
+@pytest.mark.parametrize("token", [5.5, -1, None, "5", True])
+def test_a_token_id_that_is_none_is_refused(token: object) -> None:
+    choice = {"token_ids": [4, token], "prompt_token_ids": [6], "logprobs": {"token_logprobs": [-1.0, -1.0]}}
+    with pytest.raises(ServerRefused, match="token 2 of a completion has the id"):
+        read_choice(choice)
+
+
+def test_a_token_id_beyond_the_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
+    policy = policy_of(model)
+    sampler = ServedSampler(pool_of(tmp_path, "http://unused"), policy.models, SamplingConfig(), eos_ids=(1,), pad_id=0)
+    ids = torch.tensor([[3, 4]])
+    prompts = Prompts(prompt_ids=ids, prompt_mask=ids > 0, row_ids=torch.arange(1), references=({},))
+    answer = Answer(ids=[[5, 999_999]], logprobs=[[-1.0, -1.0]], prompts=[[3, 4]], version=None)
+    with pytest.raises(SamplingError, match="token id 999999: the policy has"):
+        sampler._assemble(prompts, [[3, 4]], [answer], 1)
 
 
 def test_a_server_that_is_too_slow_for_the_timeout_is_told_from_one_that_is_gone(model: Path, tmp_path: Path) -> None:
