@@ -34,7 +34,7 @@ class LoraConfig(Section):
     not written out, which is slower."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability with which an input of the adapters is dropped. For SFT, preference losses and reward models; layers
-    are then not written out."""
+    are then not written out. Its draws depend on the number of processes and on batch.micro_batch_size."""
     start: Literal["merge", "continue"] = "merge"
     """If the model is an adapter's folder. merge: merge it into its base and train a new adapter; continue: train that
     adapter further, with its own rank, alpha and modules, on its base."""

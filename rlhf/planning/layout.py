@@ -285,6 +285,8 @@ class _Planner:
         share = -(-minibatch.rows // self.processes)
         role = self.trained("policy", policy.model, policy, dtype=dtype, optimizer=policy, entropy=entropy, head=True)
         roles = [replace(role, optimizer="sgd") if algorithm.policy_loss.searches else role]
+        if algorithm.policy_loss.searches:
+            self.notes.append("the vectors of the search for a step are not planned: the peak of an update is higher")
         if algorithm.value_loss is not None and not config.critic.shared:
             start = config.critic.init
             path = config.reward.source.critic_start if start in ("auto", "reward") else start
@@ -304,6 +306,7 @@ class _Planner:
             )
             scored = min(int(getattr(source, "micro_batch_size", SCORED_ROWS)), -(-step.rows // self.processes))
             score = replace(step.of(scored), read=1)
+        roles += self.judges(config, dtype)
         samples_here = sampling.backend in ("auto", "fast")
         share_of_step = step.of(max(1, -(-step.rows // self.processes)))
         annotate = share_of_step
@@ -369,6 +372,15 @@ class _Planner:
             for path in source.model_paths().values():
                 yield from ((member, source) for member in _members(path))
 
+    def judges(self, config: OnlineConfig | OfflineConfig, dtype: str) -> list[Role]:
+        """Return the models of eval.source, and of reward.process."""
+        judged = sources_in(config.eval, "eval") if config.data.eval_prompts is not None else ()
+        paths = [path for _, source in judged for path in source.model_paths().values()]
+        if isinstance(config, OnlineConfig) and (process := getattr(config.reward.process, "path", None)) is not None:
+            paths.append(process)
+        members = [member for path in paths for member in _members(path)]
+        return [self.frozen("reward model", member, kept="auto", dtype=dtype, head=False) for member in members]
+
     def offline(self, config: OfflineConfig) -> Layout:
         loss, policy = config.algorithm.loss, config.policy
         dtype = self.dtype(policy)
@@ -381,7 +393,7 @@ class _Planner:
         if policy.lora is None and (is_read_later or (config.held_out_source is not None and config.uses_reference)):
             path, kept = config.reference.model or policy.model, config.reference.weights
             roles.append(self.frozen("reference", path, kept=kept, dtype=dtype, head=True))
-        roles += self.teachers(config, dtype)
+        roles += [*self.teachers(config, dtype), *self.judges(config, dtype)]
         annotate = None
         if loss.needs_reference:
             annotate = step.of(min(step.rows, NO_GRAD_PASSES * config.batch.micro_batch_size))

@@ -152,7 +152,7 @@ class _Memory:
         for role in self.layout.roles:
             stays = role.trained or role.name == "teacher"
             if stays or not offload.frozen_models or phase not in ("rollout", "update"):
-                parts |= self.weights(role)
+                parts = _added(parts, self.weights(role))  # several may have one name
             if role.trained and (phase == "update" or not offload.optimizer):
                 parts[role.name, "moments"] = self.moments(role)
             if self.stage in (1, 2) and role.trained and not self.layout.sharding.offloads:

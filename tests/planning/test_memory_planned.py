@@ -446,6 +446,24 @@ def test_passes_without_gradient_are_halved_on_one_gpu_until_they_fit() -> None:
     assert not any("halves" in note for note in two.layout.notes)
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
+def test_the_models_of_judges_are_planned(algorithm: str) -> None:
+    held_out, judge = {"path": "held_out.jsonl"}, {"type": "model", "path": QWEN}
+    process = {"reward__process": {"type": "model", "path": QWEN}} if algorithm == "grpo" else {}
+    plain = planned(algorithm, CPU, data__eval_prompts=held_out)
+    judged = planned(algorithm, CPU, data__eval_prompts=held_out, eval__source=judge, **process)
+    more = [role for role in judged.layout.roles if role.name == "reward model"]
+    assert len(more) == 1 + len(process)
+    read = sum(role.weights for role in judged.layout.roles) - sum(role.weights for role in plain.layout.roles)
+    assert judged.memory.of("update") - plain.memory.of("update") == pytest.approx(read, rel=1e-6)
+    assert read >= len(more) * published_shape(QWEN).backbone * 2
+
+
+def test_a_plan_says_that_a_search_needs_more() -> None:
+    assert any("vectors of the search" in note for note in planned("trpo", CPU).layout.notes)
+    assert not any("vectors of the search" in note for note in planned("grpo", CPU).layout.notes)
+
+
 def test_a_pass_without_gradient_needs_a_layer_s_numbers_or_the_head_s(monkeypatch: pytest.MonkeyPatch) -> None:
     few: dict[str, Any] = {"batch__prompts_per_step": 1, "sampling__completions_per_prompt": 2}
     for vocabulary, kinds in ((1, {"activations"}), (4000, {"activations", "logits"})):
