@@ -78,7 +78,8 @@ class ScheduleConfig(Section):
     steps: Count | None = None
     """Steps of the run; set this or epochs."""
     epochs: Positive | None = None
-    """Length in passes over the data, instead of steps."""
+    """Length in passes over the data, instead of steps; it is rounded to whole steps, and a note tells if rows are then
+    left unread or repeated."""
     warmup_steps: Size = 0
     """Number of first steps over which the learning rate rises linearly."""
     decay: Literal["constant", "linear", "cosine"] = "constant"

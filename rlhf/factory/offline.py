@@ -282,7 +282,7 @@ def _build(config: OfflineConfig, context: RunContext) -> OfflineRun:
         context.state.best = None
     evaluation = build_offline_evaluation(config, context, tokenizer, models, task.held_out, ema)
     session = context.session(
-        total_steps=total_steps(config.schedule, task.steps_per_epoch),
+        total_steps=context.total_steps(task.steps_per_epoch),
         save=Saver(partial(save_models, models, tokenizer, origin), {"policy": trained}, ema, engine),
         evaluate=evaluation,
         show=task.show,
