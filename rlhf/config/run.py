@@ -99,7 +99,8 @@ class BestConfig(Section):
 
     by: Literal["auto", "score", "loss", "accuracy"] = "auto"
     """The measure. score: the judge's score on held-out prompts; loss, accuracy: on held-out rows or pairs (offline
-    runs and reward models); auto: the score if held-out prompts are scored, otherwise the loss."""
+    runs and reward models); auto: the score if held-out prompts are scored, otherwise the loss; KTO has no loss of
+    held-out pairs, and auto is the accuracy there."""
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
     """A new best requires that the confidence interval of its mean paired difference to the old one is above 0."""
     patience: Count | None = None
