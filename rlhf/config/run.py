@@ -78,7 +78,8 @@ class ScheduleConfig(Section):
     steps: Count | None = None
     """Steps of the run; set this or epochs."""
     epochs: Positive | None = None
-    """Length in passes over the data, instead of steps."""
+    """Length in passes over the data, instead of steps; it is rounded to whole steps, and a note tells if rows are then
+    left unread or repeated."""
     warmup_steps: Size = 0
     """Number of first steps over which the learning rate rises linearly."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
@@ -98,7 +99,8 @@ class BestConfig(Section):
 
     by: Literal["auto", "score", "loss", "accuracy"] = "auto"
     """The measure. score: the judge's score on held-out prompts; loss, accuracy: on held-out rows or pairs (offline
-    runs and reward models); auto: the score if held-out prompts are scored, otherwise the loss."""
+    runs and reward models); auto: the score if held-out prompts are scored, otherwise the loss; KTO has no loss of
+    held-out pairs, and auto is the accuracy there."""
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
     """A new best requires that the confidence interval of its mean paired difference to the old one is above 0."""
     patience: Count | None = None

@@ -304,6 +304,8 @@ def _note_treatment(
         skips.count("rows whose system column is left out, because their prompt stays text")
     if len(texts) > 1:
         skips.count("conversations taken apart, a row for each turn: the chat template rewrites earlier turns")
+    if any(text.learned and text.learned[0][-1][1] < len(text.completions[0]) for text in texts):
+        skips.count("rows whose end of turn is not learned: the chat template has it after its {% generation %} block")
     for name in texts[0].ignored:
         skips.count(f"rows whose {name} the chat template does not write")
 

@@ -374,6 +374,8 @@ class RowFormats(Generic[T]):
         hint = ""
         if self.name == PAIRS.name and any(set(shape.columns) <= set(columns) for shape in LABELLED.shapes):
             hint = " For completions with a label each set algorithm.preset=kto."
+        if self.name == LABELLED.name and any(set(shape.columns) <= set(columns) for shape in PAIRS.shapes):
+            hint = " Pairs are split into two labelled completions only if one path, without stream, has all rows."
         raise DataError(
             f"{file}: no {self.name} in these columns: {', '.join(map(repr, columns)) or 'none'}. "
             f"Understood are: {understood}. Columns with other names can be renamed, as in columns: "

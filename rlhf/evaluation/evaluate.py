@@ -242,7 +242,7 @@ def evaluate_loss(
         batches: held-out batches.
         loss: the loss; its metrics that have a held-out name in the table of metrics are averaged.
         ranks: the ranks of the run.
-        leave_out: metrics of the loss that would mean something else on these batches.
+        leave_out: metrics of the loss, and values of its rows, that would mean something else on these batches.
         rows: receives the values of every row, by name and in the order of the batches, if the loss tells them.
     """
     metrics, passes = Metrics(), AdaptiveMicroBatch(sys.maxsize, what="an evaluation pass")
@@ -255,7 +255,8 @@ def evaluate_loss(
         row_values += [values] if counts else []
     if rows is not None:
         rows.clear()
-        rows.update(_in_order(ranks.gather(row_values)))
+        in_order = _in_order(ranks.gather(row_values))
+        rows.update({name: values for name, values in in_order.items() if name not in leave_out})
     total = Metrics()
     for rank_means in ranks.gather(metrics.means()):
         total.update(rank_means)

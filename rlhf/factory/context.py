@@ -105,6 +105,15 @@ class RunContext:
         self.notes.append(text)
         self.identify(f"data.{name}", rows.digest)
 
+    def total_steps(self, steps_per_epoch: float) -> int:
+        """Return the length of the run in steps, and note the rows that its epochs, in whole steps, treat unequally."""
+        schedule, size = self.config.schedule, self.config.batch.prompts_per_step
+        steps = total_steps(schedule, steps_per_epoch)
+        if schedule.epochs is not None and not self.streams:
+            uneven = uneven_epochs(schedule.epochs, steps, size, rows=round(steps_per_epoch * size))
+            self.notes += [uneven] if uneven else []
+        return steps
+
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """Release the folder if the setup of the run fails, and remove it if there is nothing else in it."""
@@ -479,3 +488,24 @@ def total_steps(schedule: ScheduleConfig, steps_per_epoch: float) -> int:
             "epochs long: set schedule.steps, and schedule.epochs=null"
         )
     return max(1, round(schedule.epochs * steps_per_epoch))
+
+
+def uneven_epochs(epochs: float, steps: int, size: int, *, rows: int) -> str:
+    """Describe the rows that `steps` steps of `size` rows leave unread or repeat; empty if the epochs are as long.
+
+    A part of an epoch leaves rows unread by itself.
+    """
+    read, planned = steps * size, round(epochs * rows) if epochs >= 1 else min(steps * size, rows)
+    extra, even = read - planned, min(size, rows)
+    if extra == 0:
+        return ""
+    if read < rows:
+        effect = f"{rows - read:,} of {rows:,} rows are not read"
+    elif abs(extra) < rows:
+        effect = f"{abs(extra):,} of {rows:,} rows are read once {'more' if extra > 0 else 'less'}"
+    else:
+        effect = f"{rows:,} rows are read {read / rows:.1f} times each"
+    ways = [f"batch.prompts_per_step={n}" for n in range(even, even // 2, -1) if rows % n == 0][:1]
+    ways += [f"schedule.steps={steps + 1}"] if read < rows else []
+    advice = f"; {' or '.join(ways)} reads {'all' if read < rows else 'each equally often'}" if ways else ""
+    return f"schedule.epochs={epochs:g} is {steps:,} step{'s' * (steps > 1)} of {size:,} rows: {effect}{advice}"

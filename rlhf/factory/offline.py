@@ -221,7 +221,7 @@ def labelled_task(
     held_out: HeldOut = no_held_out
     if isinstance(eval_rows, PairSet):
         pair_loss = PairwiseLoss(models, section.as_pair_loss())
-        held_out = evaluate_pairs_fn(judgments, pair_loss, eval_rows, leave_out={"loss/preference"})
+        held_out = evaluate_pairs_fn(judgments, pair_loss, eval_rows, leave_out={"loss/preference", "loss"})
     elif eval_rows is not None:
         held_out = evaluate_labelled_fn(judgments, loss, judgments.annotate.labelled(eval_rows))
     return OfflineTask(
@@ -237,7 +237,7 @@ def labelled_task(
 def evaluate_pairs_fn(
     judgments: PreferenceData, loss: PairwiseLoss, pairs: PairSet, leave_out: Collection[str] = ()
 ) -> HeldOut:
-    """Return a function that evaluates the policy on held-out pairs, without the metrics of the loss in `leave_out`."""
+    """Return a function that evaluates the policy on held-out pairs, without the values of the loss in `leave_out`."""
     annotated, size = judgments.annotate.pairs(pairs), judgments.config.batch.micro_batch_size
     ranks = judgments.context.engine.ranks
     return lambda values: evaluate_loss(
@@ -282,7 +282,7 @@ def _build(config: OfflineConfig, context: RunContext) -> OfflineRun:
         context.state.best = None
     evaluation = build_offline_evaluation(config, context, tokenizer, models, task.held_out, ema)
     session = context.session(
-        total_steps=total_steps(config.schedule, task.steps_per_epoch),
+        total_steps=context.total_steps(task.steps_per_epoch),
         save=Saver(partial(save_models, models, tokenizer, origin), {"policy": trained}, ema, engine),
         evaluate=evaluation,
         show=task.show,

@@ -20,7 +20,7 @@ from rlhf.config.sections import OnlineConfig, TrainConfig
 from rlhf.data.prompts import PromptSet, PromptStream
 from rlhf.errors import CheckpointError, ConfigError
 from rlhf.evaluation.during_run import with_average
-from rlhf.factory.context import RunContext, keep_best, open_context, total_steps
+from rlhf.factory.context import RunContext, keep_best, open_context
 from rlhf.factory.data import PromptBatches, build_demonstrations, build_prompts
 from rlhf.factory.evaluator import build_evaluator
 from rlhf.factory.exported import rounded_inputs
@@ -176,7 +176,7 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
     queue = _build_queue(config, context, prompts, saved)
     ptx = _load_ptx(config, context, tokenizer, models)
     evaluator = build_evaluator(config, context, tokenizer, models, built.sampler, built.source, cost=built.cost)
-    steps = total_steps(config.schedule, prompts.steps_per_epoch)
+    steps = context.total_steps(prompts.steps_per_epoch)
     ahead = None
     if config.overlap.ahead:
         completions = None if saved is None or context.is_other_run else saved.get("ahead")

@@ -12,7 +12,7 @@ from rlhf.config.sections import RewardModelConfig
 from rlhf.data.datasets import BatchStream
 from rlhf.data.steps import StepSet, check_kinds, load_steps
 from rlhf.evaluation.during_run import PairEvaluation
-from rlhf.factory.context import RunContext, open_context, total_steps
+from rlhf.factory.context import RunContext, open_context
 from rlhf.factory.models import build_tokenizer
 from rlhf.factory.reward_model import build_scalar_model
 from rlhf.models.backbone import context_length
@@ -55,7 +55,7 @@ def _build(config: RewardModelConfig, context: RunContext) -> OfflineRun:
     stream = BatchStream(rows, config.batch.prompts_per_step, derive_seed(context.seed, "steps"))
     loss, engine = StepLoss(model, dtype=config.model.dtype), context.engine
     session = context.session(
-        total_steps=total_steps(config.schedule, stream.steps_per_epoch),
+        total_steps=context.total_steps(stream.steps_per_epoch),
         save=Saver(
             lambda folder: save_scalar_head(model, tokenizer, folder / MODEL, engine), {"model": trained}, None, engine
         ),

@@ -18,7 +18,7 @@ from rlhf.data.mixture import MixedStream
 from rlhf.data.pairs import PairSet, pair_pipeline
 from rlhf.errors import ConfigError
 from rlhf.evaluation.during_run import PairEvaluation
-from rlhf.factory.context import RunContext, keep_best, open_context, total_steps
+from rlhf.factory.context import RunContext, keep_best, open_context
 from rlhf.factory.data import mix
 from rlhf.factory.exported import export_scalar_head, rounded_inputs
 from rlhf.factory.models import build_tokenizer, check_base, note_merged, note_overruled, read_export_origin
@@ -68,7 +68,7 @@ def _build(config: RewardModelConfig, context: RunContext) -> RewardModelRun:
         save_scalar_head(model, tokenizer, folder, engine)
 
     session = context.session(
-        total_steps=total_steps(config.schedule, stream.steps_per_epoch),
+        total_steps=context.total_steps(stream.steps_per_epoch),
         save=Saver(lambda folder: save_model(folder / MODEL), {"model": trained}, None, engine),
         evaluate=evaluation,
         show=progress_metrics("reward_model"),

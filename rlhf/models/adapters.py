@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -30,3 +30,8 @@ def is_lora_linear(module: nn.Module) -> bool:
     """Return whether the module is peft's linear layer with LoRA, and no subclass of it."""
     lora = sys.modules.get("peft.tuners.lora")
     return lora is not None and type(module) is lora.Linear
+
+
+def lora_scales(model: nn.Module) -> dict[str, Any]:
+    """Return the factor of the product B·A in each layer with LoRA, by adapter; r, alpha and rslora give it."""
+    return {name: part.scaling for name, part in model.named_modules() if hasattr(part, "lora_A")}

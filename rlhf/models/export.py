@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.tokenizer import TOKENIZER_FILES, ModelLocation, base_of_adapter, locate_model, locate_tokenizer
 from rlhf.errors import ModelError
-from rlhf.models.adapters import base_model
+from rlhf.models.adapters import base_model, is_adapted, lora_scales
 from rlhf.models.backbone import CausalLM, embedding_rows, published_config
 from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.rounding import lost_change, names_at_start
@@ -132,8 +132,10 @@ def _config_dtype(config: Mapping[str, Any]) -> torch.dtype:
 _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype"}
 
 
-def weights_fingerprint(model: CausalLM, state: dict[str, Tensor] | None = None) -> str:
-    """Compute a digest (SHA-256, hex) of the configuration and all weights; of an adapted model, its base's.
+def weights_fingerprint(
+    model: CausalLM, state: dict[str, Tensor] | None = None, *, adapter_is_off: bool = False
+) -> str:
+    """Compute a digest (SHA-256, hex) of the configuration and all weights, with the adapter unless it is off.
 
     `state` holds the whole weights if this process has only a part of them.
     """
@@ -141,9 +143,11 @@ def weights_fingerprint(model: CausalLM, state: dict[str, Tensor] | None = None)
     if state is not None:
         state = {name.removeprefix("base_model.model.") if base is not model else name: w for name, w in state.items()}
     settings = {name: value for name, value in base.config.to_dict().items() if name not in _NOT_ARITHMETIC}
+    if is_adapted(model) and not adapter_is_off:
+        settings["lora_scales"] = lora_scales(base)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, tensor in sorted((base.state_dict() if state is None else state).items()):
-        if "lora_" in name:
+        if adapter_is_off and "lora_" in name:
             continue
         digest.update(f"{name.replace('.base_layer', '')} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)

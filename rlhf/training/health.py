@@ -215,7 +215,8 @@ class BestKeeper:
 
     def _values(self) -> tuple[str, list[float | None]]:
         rows = {name: list(values) for name, values in self._rows().items() if len(values)}
-        wanted = [name for name in ("score", "loss") if name in rows] if self.config.by == "auto" else [self.config.by]
+        auto = [name for name in ("score", "loss", "accuracy") if name in rows]
+        wanted = auto if self.config.by == "auto" else [self.config.by]
         if not wanted or wanted[0] not in rows:
             raise ConfigError(
                 f"checkpoint.best.by is {self.config.by}, but this run measures "

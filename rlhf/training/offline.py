@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -148,6 +148,7 @@ def adaptive_micro_batch(
     )
 
 
+ROUNDINGS = 8  # a log-probability is the difference of two numbers, each of several operations
 PREFERENCE_TERM = "preference"  # name of the loss term whose gradient reaches the policy, for Engine.train
 
 TokenLogprobs = Callable[[Demonstrations], Tensor]
@@ -207,7 +208,7 @@ class PairwiseLoss:
             rewards = self.loss.reward(chosen), self.loss.reward(rejected)
             measured = self.loss.measure(chosen, rejected)
         gaps = rewards[0] - rewards[1]
-        wins = torch.heaviside(gaps, torch.full_like(gaps, 0.5))  # a tie wins half
+        wins = wins_of(gaps, self._rounding(chosen, logprobs.dtype) + self._rounding(rejected, logprobs.dtype))
         self.row_values = {"loss": per_pair.detach(), "accuracy": wins}
         metrics = {
             "loss/preference": Mean.of(per_pair),
@@ -219,6 +220,22 @@ class PairwiseLoss:
             "preference/rejected_logprob": Mean.of(rejected.logprobs),
         }
         return {PREFERENCE_TERM: per_pair.sum()}, metrics | {name: Mean.of(of) for name, of in measured.items()}
+
+    @torch.no_grad()
+    def _rounding(self, side: Side, dtype: torch.dtype) -> Float[Tensor, " B"]:
+        """Compute how far rounding of the log-probabilities may move the reward of a side."""
+        moved = replace(side, logprobs=side.logprobs + rounding_of(side.logprobs, side.lengths, dtype))
+        return (self.loss.reward(moved) - self.loss.reward(side)).abs()
+
+
+def rounding_of(logprobs: Float[Tensor, " B"], lengths: Tensor, dtype: torch.dtype) -> Float[Tensor, " B"]:
+    """Compute a bound of the rounding of sums of log-probabilities that were computed per token in `dtype`."""
+    return ROUNDINGS * torch.finfo(dtype).eps * (logprobs.detach().abs() + lengths)
+
+
+def wins_of(gaps: Float[Tensor, " B"], rounding: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """Return 1 for a gap above 0, 0 for one below, and 1/2 for a tie: a gap within `rounding`."""
+    return torch.where(gaps.abs() <= rounding, 0.5, torch.heaviside(gaps, gaps))
 
 
 def _sides(pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]) -> tuple[Side, Side]:
@@ -289,19 +306,19 @@ class LabelledLoss:
     def terms(self, micro: BaselinedLabelledCompletions) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """Compute the loss, summed over the completions of `micro`, and its metrics by label."""
         rows = micro.to(self.models.device)
-        logprobs = sum_logprobs(self.models.policy_tokens(rows).logprobs, rows.loss_mask)
+        tokens = self.models.policy_tokens(rows).logprobs
+        logprobs = sum_logprobs(tokens, rows.loss_mask)
         log_ratios, desirable = logprobs - rows.ref_logprobs.to(logprobs.dtype), rows.desirable
         per_completion = self.loss.per_completion(log_ratios, desirable, rows.baselines.to(logprobs.dtype))
         check_values(per_completion, len(rows), f"{self.loss.type}: per_completion")
         rewards = self.loss.reward(log_ratios)
-        above_baseline = log_ratios.detach() > rows.baselines
-        self.row_values = {
-            "loss": per_completion.detach(),
-            "accuracy": (above_baseline == desirable).to(logprobs.dtype),
-        }
+        above_baseline = log_ratios.detach() - rows.baselines
+        rounding = rounding_of(logprobs, rows.loss_mask.sum(dim=1), tokens.dtype)
+        wins = wins_of(torch.where(desirable, above_baseline, -above_baseline), rounding)
+        self.row_values = {"loss": per_completion.detach(), "accuracy": wins}
         metrics = {
             "loss/preference": Mean.of(per_completion),
-            "preference/accuracy": Mean.of(above_baseline == desirable),
+            "preference/accuracy": Mean.of(wins),
             "preference/chosen_reward": Mean.of(rewards, desirable),
             "preference/rejected_reward": Mean.of(rewards, ~desirable),
             "preference/chosen_logprob": Mean.of(logprobs, desirable),

@@ -34,7 +34,7 @@ from rlhf.tracking.progress import announced_share
 from rlhf.training.offline import completion_logprobs
 from rlhf.training.online_run import NO_GRAD_BATCH_MULTIPLIER
 
-CACHE_VERSION = 1  # of the file format and the meaning of the numbers; part of the key
+CACHE_VERSION = 2  # of the file format and the meaning of the numbers; part of the key
 _NAME = "logprobs"
 RowsRead = Callable[[int], Sequence[int]]  # of a number of rows: the indices of those that the run reads
 
@@ -144,9 +144,10 @@ class ReferenceAnnotator:
 
     def _fingerprint(self) -> str:
         if self._weights is None:
-            model, engine = self.models.reference or self.models.policy, self.models.engine
-            state = engine.full_state(model)
-            self._weights = engine.ranks.on_main(lambda: weights_fingerprint(model, state))
+            models, engine = self.models, self.models.engine
+            model = models.reference or models.policy
+            state, is_off = engine.full_state(model), models.adapter_off_is_reference
+            self._weights = engine.ranks.on_main(lambda: weights_fingerprint(model, state, adapter_is_off=is_off))
         return self._weights
 
 

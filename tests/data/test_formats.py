@@ -328,3 +328,9 @@ def test_real_demonstrations_labels_and_prompts(shared: Path) -> None:
     assert count(DEMONSTRATIONS, shared / "data/tinystories")[:2] == (1631, {})
     with pytest.raises(DataError, match="'turns'"):
         count(PROMPTS, shared / "data/prompts/mt_bench_questions.jsonl")
+
+
+def test_pairs_among_several_sources_of_labelled_completions_name_what_splits_them() -> None:
+    rows = [DataRow({"prompt": "p", "chosen": "a", "rejected": "b"}, "f", 1)]
+    with pytest.raises(DataError, match=r"split into two labelled completions only if one path, without stream"):
+        LABELLED.choose_format(rows, "f")

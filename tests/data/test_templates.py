@@ -123,6 +123,16 @@ def test_marks_of_a_template_decide_what_is_learned(write: Write) -> None:
     assert tokenizer.decode(dataset.completions[0]).endswith("No<|im_end|>")
 
 
+def test_rows_whose_end_of_turn_the_marks_leave_out_are_counted(write: Write) -> None:
+    tokenizer = FAMILIES["marked"].tokenizer()
+    remark = "rows whose end of turn is not learned: the chat template has it after its {% generation %} block"
+    assert remark not in demos(write([{"messages": TWO_TURNS}]), tokenizer).skips.remarks
+    tokenizer.chat_template = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    dataset = demos(write([{"messages": TWO_TURNS}] * 2), tokenizer)
+    assert dataset.skips.remarks[remark] == 2
+    assert remark in dataset.skips.summary()
+
+
 def test_rows_are_taken_apart_where_the_template_rewrites_earlier_turns(write: Write) -> None:
     tokenizer = FAMILIES["qwen3"].tokenizer()
     dataset = demos(write([{"messages": TWO_TURNS}]), tokenizer)

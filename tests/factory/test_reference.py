@@ -14,7 +14,9 @@ from runs import make_model, offline, offline_tree, pairs_file, trained_offline,
 
 import rlhf.training.reference as built
 from rlhf.config.files import merge
+from rlhf.config.weights import LoraConfig
 from rlhf.factory.context import RunContext
+from rlhf.models.backbone import add_lora, load_causal_lm
 from rlhf.models.export import weights_fingerprint
 from rlhf.runtime import device
 from rlhf.tracking import progress
@@ -195,11 +197,53 @@ def test_with_adapters_the_reference_is_the_policy_with_its_adapter_off(tmp_path
     assert (policy - original).abs().max() > 0.05
 
 
-def test_a_fingerprint_is_of_the_weights_and_not_of_the_adapter(tmp_path: Path) -> None:
-    plain, adapted = offline(tree_of(tmp_path)), offline(tree_of(tmp_path, policy={"lora": {"r": 2}}))
-    policy = plain.trained.module
+def adapter_of(folder: Path) -> str:
+    """Train an adapter on the pairs, far from its base; return its folder."""
+    lora = {"lora": {"r": 2}, "export": "adapter", "lr": 0.1}
+    trained_offline(tree_of(folder, policy=lora, run={"out_dir": str(folder / "first")})).export(folder / "adapter")
+    return str(folder / "adapter")
+
+
+@pytest.mark.parametrize("use", ["continued", "reference"])
+@pytest.mark.parametrize("base_is_first", [True, False])
+def test_an_adapter_that_is_the_reference_shares_nothing_with_its_base(
+    tmp_path: Path, asked: list[int], use: str, base_is_first: bool
+) -> None:
+    adapter = adapter_of(tmp_path)
+    shutil.rmtree(tmp_path / "cache")
+    asked.clear()
+    changes = {
+        "continued": {"policy": {"model": adapter, "lora": {"start": "continue"}}},
+        "reference": {"reference": {"model": adapter, "weights": "float32"}},
+    }[use]
+    order = slice(None, None, 1 if base_is_first else -1)
+    trees = [tree_of(tmp_path), tree_of(tmp_path, **changes)][order]
+    base, adapted = [references(offline(tree)) for tree in trees][order]
+    assert len(asked) == 2
+    assert (base - adapted).abs().max() > 0.05
+    merged = references(offline(tree_of(tmp_path, reference={"model": adapter})))
+    torch.testing.assert_close(adapted, merged, rtol=0, atol=1e-4)
+
+
+def test_a_fingerprint_is_of_the_adapter_unless_it_is_off(tmp_path: Path) -> None:
+    base = weights_fingerprint(load_causal_lm(str(make_model(tmp_path / "model"))))
+
+    def prints(**lora: Any) -> tuple[str, str]:
+        torch.manual_seed(0)
+        adapted = add_lora(load_causal_lm(str(tmp_path / "model")), LoraConfig(**lora))
+        return weights_fingerprint(adapted, adapter_is_off=True), weights_fingerprint(adapted)
+
+    off, one = prints(r=2, alpha=4.0)
+    assert off == base != one
+    assert prints(r=2, alpha=4.0) == (base, one)
+    for other in ({"r": 2, "alpha": 8.0}, {"r": 2, "alpha": 4.0, "rslora": True}, {"r": 4, "alpha": 8.0}):
+        assert prints(**other)[0] == base
+        assert prints(**other)[1] != one
+
+
+def test_a_fingerprint_is_of_the_weights(tmp_path: Path) -> None:
+    policy = offline(tree_of(tmp_path)).trained.module
     before = weights_fingerprint(policy)
-    assert weights_fingerprint(adapted.trained.module) == before
     name, value = next(iter(weights(policy).items()))
     with torch.no_grad():
         policy.get_parameter(name).flatten()[0] = value.flatten()[0] + 1e-6

@@ -166,6 +166,16 @@ def test_offline_runs_keep_the_best_by_score_loss_or_accuracy(tmp_path: Path, by
     assert sign * sum(values) / len(values) == pytest.approx(rows[state.best.step][name])
 
 
+def test_kto_keeps_the_best_by_accuracy_on_held_out_pairs_which_have_no_loss_of_its_own(tmp_path: Path) -> None:
+    changes = {"data": {"eval_prompts": None}, "eval": {"source": None, "every": 1}, "schedule": {"steps": 2}}
+    run, _ = finished(offline_tree(tmp_path, "kto", checkpoint={"best": {}, "every": 0}, **changes))
+    state, rows = run.session.state, run.session.recorder.folder.read_metrics()
+    assert state.best is not None
+    values = [value for value in state.best.values if value is not None]
+    assert sum(values) / len(values) == pytest.approx(rows[state.best.step]["eval/preference_accuracy"])
+    assert "eval/preference_loss" not in rows[state.best.step]
+
+
 def test_what_is_not_measured_cannot_choose(tmp_path: Path) -> None:
     run = run_of(tree_of(tmp_path, checkpoint={"best": {"by": "loss"}}))
     with pytest.raises(ConfigError, match=r"checkpoint.best.by is loss, but this run measures score"):

@@ -22,7 +22,7 @@ from rlhf.data.pairs import CompletionRows
 from rlhf.models.logprobs import completion_outputs
 from rlhf.models.policy_models import Models
 from rlhf.training.micro_batches import count_tokens
-from rlhf.training.offline import LabelledLoss, PairwiseLoss, completion_logprobs
+from rlhf.training.offline import LabelledLoss, PairwiseLoss, completion_logprobs, sum_logprobs
 from rlhf.types import AnnotatedLabelledCompletions, AnnotatedPairs, Demonstrations
 
 PROMPTS = [[1, 5, 6], [1, 7], [1, 8, 9, 10]]
@@ -173,6 +173,35 @@ def test_a_tie_is_half_right() -> None:
     assert observed["preference/margin"].value == 0.0
 
 
+ROUNDED = numbers([2e-7, -2e-7, 3e-7])  # about what another size of the passes changes in float32
+
+
+@torch.no_grad()
+def own_logprobs(models: Models, completions: Sequence[Sequence[int]]) -> torch.Tensor:
+    rows = completions_of(PROMPTS, completions)
+    return sum_logprobs(models.policy_tokens(rows).logprobs, rows.completion_mask)
+
+
+@pytest.mark.parametrize("config", [Dpo(), Ipo(), Hinge()])
+@pytest.mark.parametrize(("factor", "accuracy"), [(1, 0.5), (1000, 2 / 3)])
+def test_a_gap_within_the_rounding_of_the_log_probabilities_is_a_tie(
+    config: PairLoss, factor: int, accuracy: float
+) -> None:
+    models = models_of(tiny().float())
+    ours, theirs = (own_logprobs(models, side) for side in (CHOSEN, REJECTED))
+    near = replace(pairs(), chosen_ref_logprobs=ours - factor * ROUNDED, rejected_ref_logprobs=theirs)
+    loss = PairwiseLoss(models, config)
+    assert loss.terms(near)[1]["preference/accuracy"].value == pytest.approx(accuracy)
+    assert loss.row_values["accuracy"].mean().item() == pytest.approx(accuracy)
+
+
+def test_log_probabilities_in_float64_tie_within_their_own_rounding() -> None:
+    models = models_of(tiny().double())
+    ours, theirs = (own_logprobs(models, side) for side in (CHOSEN, REJECTED))
+    near = replace(pairs(), chosen_ref_logprobs=ours - ROUNDED, rejected_ref_logprobs=theirs)
+    assert PairwiseLoss(models, Dpo()).terms(near)[1]["preference/accuracy"].value == pytest.approx(2 / 3)
+
+
 # KTO
 
 
@@ -214,6 +243,18 @@ def test_a_label_is_worth_what_the_definition_says() -> None:
     assert observed["preference/chosen_reward"].value == pytest.approx(0.3 * h[good].mean().item())
     assert observed["preference/rejected_reward"].value == pytest.approx(0.3 * h[~good].mean().item())
     assert observed["preference/accuracy"].value == pytest.approx((signed > 0).double().mean().item())
+
+
+@pytest.mark.parametrize(("factor", "right"), [(1, [0.5, 0.5, 0.5]), (1000, [1.0, 0.0, 1.0])])
+def test_a_row_within_rounding_of_the_baseline_is_half_right(factor: int, right: list[float]) -> None:
+    models = models_of(tiny().float(), tiny().float())
+    batch = labelled()
+    batch = replace(batch, desirable=torch.ones(3, dtype=torch.bool))
+    loss = kto_loss(models)
+    near = replace(loss.with_baseline(batch), ref_logprobs=own_logprobs(models, CHOSEN) - factor * ROUNDED)
+    observed = loss.terms(near)[1]
+    assert loss.row_values["accuracy"].tolist() == right
+    assert observed["preference/accuracy"].value == pytest.approx(sum(right) / 3)
 
 
 def test_a_label_that_a_micro_batch_lacks_is_not_observed() -> None:
