@@ -224,10 +224,13 @@ def truncate_row(
 def render_for_reward_model(encoder: Encoder, prompt: str, completion: str, messages: object) -> Rendered:
     """Render a prompt and its completion for a reward model, by its chat template if the prompt is a conversation.
 
+    A text that is the user's one message as well stays as it is if the template's turns are written out in it.
+
     Raises:
         RewardError: the template refuses the conversation.
     """
-    if encoder.template.source is None or not isinstance(messages, list):
+    is_written_out = messages == [{"role": "user", "content": prompt}] and encoder.is_written_out(prompt)
+    if encoder.template.source is None or not isinstance(messages, list) or is_written_out:
         return Rendered(prompt, (completion,), templated=False)
     try:
         return encoder.render(messages, [completion])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -16,7 +16,7 @@ from rlhf.config.data import DatasetConfig, TrainableDataConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
 from rlhf.data.formats import ASSISTANT, Completion, RowFormats, is_transcript
-from rlhf.data.rows import BadRow, DataRow, RowCounts, is_in_part
+from rlhf.data.rows import SYSTEM_LEFT_OUT, BadRow, DataRow, RowCounts, is_in_part
 from rlhf.data.templates import Rendered
 from rlhf.data.tokenizer import Encoder
 from rlhf.errors import DataError
@@ -293,7 +293,7 @@ def _note_treatment(
     row: DataRow, prompt: Prompt, texts: Sequence[Rendered], encoder: Encoder, skips: RowCounts
 ) -> None:
     """Record in `skips` how rows like this one are treated, each remark once."""
-    if encoder.template.choice == "auto" and has_text_prompt(row) and not isinstance(prompt, str):
+    if encoder.template.choice == "auto" and has_text_prompt(row.values) and not isinstance(prompt, str):
         skips.note(
             "Text prompts become user turns by the tokenizer's chat template; "
             "data.chat_template=none keeps them as they are"
@@ -301,7 +301,7 @@ def _note_treatment(
     if encoder.template.source is not None and isinstance(prompt, str) and is_transcript(prompt):
         skips.note("Transcripts stay text: the chat template is not used for them")
     if isinstance(prompt, str) and row.values.get("system"):
-        skips.count("rows whose system column is left out, because their prompt stays text")
+        skips.count(SYSTEM_LEFT_OUT)
     if len(texts) > 1:
         skips.count("conversations taken apart, a row for each turn: the chat template rewrites earlier turns")
     if any(text.learned and text.learned[0][-1][1] < len(text.completions[0]) for text in texts):
@@ -310,9 +310,9 @@ def _note_treatment(
         skips.count(f"rows whose {name} the chat template does not write")
 
 
-def has_text_prompt(row: DataRow) -> bool:
+def has_text_prompt(values: Mapping[str, object]) -> bool:
     """Return whether the prompt of a row is a text, which a chat template makes a user turn of."""
-    return any(isinstance(row.values.get(name), str) for name in _TEXT_PROMPTS)
+    return any(isinstance(values.get(name), str) for name in _TEXT_PROMPTS)
 
 
 def check_ids(ids: EncodedRow) -> None:

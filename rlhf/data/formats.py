@@ -382,8 +382,13 @@ class RowFormats(Generic[T]):
             f"{{{self.shapes[0].columns[0]}: their name}}.{hint}"
         )
 
-    def read(self, rows: Sequence[DataRow], skips: RowCounts, *, turns: bool) -> Iterator[tuple[DataRow, T]]:
-        """Yield each usable row with its parsed form; unusable rows are recorded in `skips`."""
+    def read(
+        self, rows: Sequence[DataRow], skips: RowCounts, *, turns: bool | Callable[[Values], bool]
+    ) -> Iterator[tuple[DataRow, T]]:
+        """Yield each usable row with its parsed form; unusable rows are recorded in `skips`.
+
+        `turns` is for all rows, or a function that tells it of each.
+        """
         files: dict[str, list[DataRow]] = {}
         for row in rows:
             files.setdefault(row.file, []).append(row)
@@ -391,7 +396,7 @@ class RowFormats(Generic[T]):
             shape = self.choose_format(file_rows, file)
             for row in file_rows:
                 try:
-                    parsed = shape.read(row.values, turns=turns)
+                    parsed = shape.read(row.values, turns=turns(row.values) if callable(turns) else turns)
                 except BadRow as bad:
                     skips.add(row, bad.reason, bad.detail)
                     continue

@@ -164,7 +164,7 @@ def _reference(usable: PreparedRow[PromptText], ids: EncodedRow, encoder: Encode
     """Build a prompt's reference: the row's columns, the (truncated) text, and the messages of a whole prompt."""
     text = usable.text.prompt if ids.whole else encoder.decode(ids.prompt[encoder.head(ids.prompt) :])
     columns = {**usable.parsed.reference, "prompt": text}
-    if usable.text.messages and not has_text_prompt(usable.row):
+    if usable.text.messages and not has_text_prompt(usable.row.values):
         columns[CONVERSATION] = True
     return {**columns, MESSAGES: list(usable.text.messages)} if usable.text.messages and ids.whole else columns
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf.config.data import DatasetConfig
-from rlhf.data.conversation import Prompt, as_text, some_text
+from rlhf.data.conversation import THOUGHTS, Message, Prompt, as_text, some_text
 from rlhf.data.files import load_rows
-from rlhf.data.formats import DEMONSTRATIONS, PAIRS, PROMPTS, is_transcript
-from rlhf.data.rows import BadRow, DataRow, RowCounts
+from rlhf.data.formats import DEMONSTRATIONS, PAIRS, PROMPTS, RowFormats, is_transcript
+from rlhf.data.rows import SYSTEM_LEFT_OUT, BadRow, DataRow, RowCounts
 from rlhf.errors import DataError
 
 KWISE = "completions"  # the column with the completions of a prompt as a list
 FEWEST = 2  # completions that can be compared
+BEYOND_TEXT = "tools, tool calls, thoughts or several turns: rlhf label reads answers of one turn of text"
 
 
 @dataclass(frozen=True)
@@ -82,20 +83,45 @@ def _rows(rows: Sequence[DataRow], counts: RowCounts) -> Iterator[tuple[DataRow,
     """Yield each usable row with its prompt and its completions."""
     columns = {name for row in rows for name in row.values}
     if KWISE in columns:
-        for row, prompt in PROMPTS.read(rows, counts, turns=False):
-            try:
-                yield row, prompt.prompt, _texts(row.values.get(KWISE))
-            except BadRow as bad:
-                counts.add(row, bad.reason, bad.detail)
-    elif {"chosen", "rejected"} <= columns:
-        for row, pair in PAIRS.read(rows, counts, turns=False):
-            yield row, pair.prompt, [pair.chosen, pair.rejected]
-    else:
-        for row, demo in DEMONSTRATIONS.read(rows, counts, turns=False):
-            yield row, demo.prompt, [demo.completion]
+        return _read(PROMPTS, rows, counts)
+    return _read(PAIRS if {"chosen", "rejected"} <= columns else DEMONSTRATIONS, rows, counts)
 
 
-def _texts(value: object) -> list[str]:
+def _read(
+    formats: RowFormats[Any], rows: Sequence[DataRow], counts: RowCounts
+) -> Iterator[tuple[DataRow, Prompt, list[str]]]:
+    for row, parsed in formats.read(rows, counts, turns=_becomes_turn):
+        try:
+            texts = [_text(side) for side in parsed.completions] or _listed(row.values.get(KWISE))
+            if parsed.tools:
+                raise BadRow(BEYOND_TEXT)
+        except BadRow as bad:
+            counts.add(row, bad.reason, bad.detail)
+            continue
+        if isinstance(parsed.prompt, str) and row.values.get("system"):
+            counts.count(SYSTEM_LEFT_OUT)
+        yield row, parsed.prompt, texts
+
+
+def _becomes_turn(values: Mapping[str, object]) -> bool:
+    """Return whether a text prompt becomes a user's turn: a question, an instruction, or one with a system prompt."""
+    return values.get("prompt") is None or bool(values.get("system"))
+
+
+def _text(side: str | Sequence[Message]) -> str:
+    """Return the text of a completion.
+
+    Raises:
+        BadRow: it is more than that.
+    """
+    if isinstance(side, str):
+        return side
+    if len(side) > 1 or not {"tool_calls", *THOUGHTS}.isdisjoint(side[0]):
+        raise BadRow(BEYOND_TEXT)
+    return str(side[0]["content"])
+
+
+def _listed(value: object) -> list[str]:
     if not isinstance(value, list):
         raise BadRow(f"{KWISE} is not a list")
     return [some_text(as_text(text, KWISE), KWISE) for text in value]
@@ -109,8 +135,8 @@ def read_human_pairs(config: DatasetConfig) -> tuple[list[LabelGroup], RowCounts
     """
     counts = RowCounts(config.path, fatal=config.bad_rows == "error")
     groups = []
-    for row, pair in PAIRS.read(load_rows(config, counts), counts, turns=False):
-        groups.append(LabelGroup(pair.prompt, (pair.chosen, pair.rejected), dict(row.values)))
+    for row, prompt, sides in _read(PAIRS, load_rows(config, counts), counts):
+        groups.append(LabelGroup(prompt, tuple(sides), dict(row.values)))
         counts.used += 1
     counts.require_rows()
     return groups[: config.limit], counts

@@ -210,6 +210,7 @@ def group_completions(groups: Sequence[LabelGroup]) -> Completions:
     """Return the completions of groups as rows, in order, each finished; their tokens are bytes."""
     import torch
 
+    from rlhf.data.datasets import has_text_prompt
     from rlhf.data.prompts import CONVERSATION, MESSAGES
     from rlhf.data.tokenizer import byte_tokenizer, left_pad, right_pad
     from rlhf.types import Completions
@@ -229,7 +230,7 @@ def group_completions(groups: Sequence[LabelGroup]) -> Completions:
             **group.columns,
             "prompt": group.prompt_text,
             MESSAGES: group.messages,
-            CONVERSATION: not isinstance(group.prompt, str),
+            CONVERSATION: not isinstance(group.prompt, str) and not has_text_prompt(group.columns),
         }
         for group, _ in rows
     )

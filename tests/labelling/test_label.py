@@ -25,7 +25,7 @@ from rlhf.data.templates import Rendered
 from rlhf.data.tokenizer import left_pad, load_tokenizer, make_encoder, right_pad
 from rlhf.errors import ConfigError, DataError, RewardError
 from rlhf.evaluation import win_rate
-from rlhf.labelling.data import read_groups
+from rlhf.labelling.data import read_groups, read_human_pairs
 from rlhf.labelling.judges import judge_at, verdict_of_pairs, verdict_of_scores
 from rlhf.labelling.label import LabelConfig, _agreement, label, rows_of
 from rlhf.labelling.settings import label_settings
@@ -40,6 +40,11 @@ ROWS = [
 def longer(completions: list[str]) -> list[float]:
     """The number of words."""
     return [float(len(text.split())) for text in completions]
+
+
+def longer_in_trl_s_form(completions: list[str], **columns: object) -> list[float]:
+    """The same of texts; messages have no words to count."""
+    return longer(completions)
 
 
 LONGER = f"{__file__}:longer"
@@ -162,6 +167,76 @@ def test_a_file_without_anything_to_compare_is_refused(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "p", "completions": ["a", "a"]}])
     with pytest.raises(DataError, match="no prompt has two different completions"):
         read_groups(DatasetConfig(path=str(rows)))
+
+
+def test_answers_of_more_than_one_turn_of_text_are_counted_and_not_compared(tmp_path: Path) -> None:
+    """A judge reads one text for each side: with the last turn alone it would judge a conversation nobody had."""
+
+    def turns(*texts: str) -> list[dict[str, Any]]:
+        return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+    several = {"chosen": turns("Joke?", "Of what?", "Cats.", "Meow."), "rejected": turns("Joke?", "No.", "Go!", "No")}
+    plain = {"chosen": turns("Joke?", "Meow."), "rejected": turns("Joke?", "No.")}
+    path = write_rows(tmp_path / "pairs.jsonl", [several, plain, {**plain, "tools": [{"name": "search"}]}])
+    for read in (read_groups, read_human_pairs):
+        (group,), counts = read(DatasetConfig(path=str(path)))
+        assert (group.prompt, group.completions) == (turns("Joke?"), ("Meow.", "No."))
+        assert "1 row used, 2 skipped: 2 tools, tool calls, thoughts or several turns" in counts.summary()
+    answers = [
+        {"content": "", "tool_calls": [{"name": "search"}]},
+        {"content": "Yes", "reasoning_content": "One."},
+        {"content": "Yes", "reasoning_content": "Two."},
+        {"content": "Yes"},
+        {"content": "No", "weight": 1},  # not read by a template: the answer is its text
+    ]
+    rows = [{"messages": [*turns("Joke?"), {"role": "assistant", **answer}]} for answer in answers]
+    (group,), counts = read_groups(DatasetConfig(path=str(write_rows(tmp_path / "rows.jsonl", rows))))
+    assert group.completions == ("Yes", "No")
+    assert (counts.used, counts.skipped) == (2, 3)
+
+
+def test_a_prompt_keeps_its_system_prompt(tmp_path: Path) -> None:
+    """With another one it is another prompt."""
+    user, system = {"role": "user", "content": "Say hi"}, {"role": "system", "content": "Answer in French."}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "Say hi", "completion": "hi"},
+        {"prompt": "Say hi", "completion": "ho"},
+        {"prompt": "Say hi", "completion": "salut", "system": "Answer in French."},
+        {"prompt": "Say hi", "completion": "bonjour", "system": "Answer in French."},
+    ]
+    groups, counts = read_groups(DatasetConfig(path=str(write_rows(tmp_path / "rows.jsonl", rows))))
+    assert [(group.prompt, group.completions) for group in groups] == [
+        ("Say hi", ("hi", "ho")),
+        ([system, user], ("salut", "bonjour")),
+    ]
+    assert not counts.remarks
+    transcript = {"prompt": "\n\nHuman: Hi\n\nAssistant:", "completions": ["a", "b"], "system": "Be brief."}
+    _, counts = read_groups(DatasetConfig(path=str(write_rows(tmp_path / "rows.jsonl", [transcript]))))
+    assert "1 rows whose system column is left out, because their prompt stays text" in counts.summary()
+
+
+@pytest.mark.parametrize("asked", [{"prompt": "red", "system": "Be brief."}, {"question": "red"}])
+def test_a_function_reads_texts_if_the_row_has_texts(tmp_path: Path, asked: dict[str, str]) -> None:
+    """As in training: it gets messages of rows that are conversations alone."""
+    rows = write_rows(tmp_path / "rows.jsonl", [{**asked, "completions": ["good", "bad bad"]}])
+    label(label_settings(str(rows), judge=f"{LONGER}_in_trl_s_form", out=str(tmp_path / "pairs.jsonl")))
+    (row,) = written(tmp_path / "pairs.jsonl")
+    assert row["prompt"][-1] == {"role": "user", "content": "red"}
+    assert row["chosen"] == [{"role": "assistant", "content": "bad bad"}]
+
+
+@pytest.mark.parametrize(
+    "asked, content",
+    [
+        ({"instruction": "Say hi"}, "Say hi"),
+        ({"instruction": "Say hi", "input": "to Ann"}, "Say hi\n\nto Ann"),
+        ({"question": "Say hi"}, "Say hi"),
+    ],
+)
+def test_a_question_and_an_instruction_are_a_user_s_turn(tmp_path: Path, asked: dict[str, str], content: str) -> None:
+    pair = {**asked, "chosen": "a", "rejected": "b"}
+    (group,), _ = read_groups(DatasetConfig(path=str(write_rows(tmp_path / "rows.jsonl", [pair]))))
+    assert group.prompt == [{"role": "user", "content": content}]
 
 
 # Labels
@@ -492,6 +567,28 @@ def test_a_reward_model_reads_texts_by_its_own_tokenizer(tmp_path: Path) -> None
     expected = score_rows(model, *ids, micro_batch_size=3, dtype="float32")
     assert row["scores"] == pytest.approx(expected.tolist(), abs=1e-5)
     assert len(set(row["scores"])) == 3
+
+
+def test_a_prompt_with_the_template_s_turns_in_it_is_scored_like_its_conversation(tmp_path: Path) -> None:
+    """Such as those of samples.jsonl; the template around them would make another prompt of them."""
+    path = write_reward_model(tmp_path / "rm")
+    tokenizer = load_tokenizer(str(path))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'one' if m.role == 'user' else 'two' }} {{ m.content }} <eos> {% endfor %}"
+        "{% if add_generation_prompt %}two {% endif %}"
+    )
+    tokenizer.save_pretrained(path)
+    prompts = {"chat": [{"role": "user", "content": "red"}], "text": "one red <eos> two ", "bare": "red"}
+    scores = []
+    for name, prompt in prompts.items():
+        rows = write_rows(tmp_path / f"{name}.jsonl", [{"prompt": prompt, "completions": ["good", "bad", "blue"]}])
+        out = tmp_path / f"{name}_ranking.jsonl"
+        label(label_settings(str(rows), ["write=rankings"], judge=str(path), out=str(out)))
+        (row,) = written(out)
+        assert row["prompt"] == prompt
+        scores.append(dict(zip(row["completions"], row["scores"], strict=True)))
+    assert scores[0] == scores[1] == scores[2]
+    assert len(set(scores[0].values())) == 3
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from reward_model.source import RewardModelSource, truncate_row
+from reward_model.source import OWN_TEMPLATE, RewardModelSource, render_for_reward_model, truncate_row
 from rlhf.batching import concat
-from rlhf.data.tokenizer import shares_vocabulary
+from rlhf.data.tokenizer import make_encoder, shares_vocabulary
 from rlhf.errors import ModelError, RewardError
 from rlhf.factory.rewards import build_source
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
@@ -224,6 +224,25 @@ def test_another_familys_reward_model_reads_conversations_by_its_own_template(tm
     assert plain.note == "The reward model reads text, not token ids: plain text, for it has no chat template"
     assert source(model).note == ""
     assert not torch.equal(plain(asked).values, scores)
+
+
+def test_a_text_with_the_reward_model_s_turns_in_it_gets_no_other_template() -> None:
+    """The policy's text of a conversation may begin alike, for templates resemble each other: its messages count."""
+    own = tokenizer()
+    own.chat_template = (
+        "{% for m in messages %}{{ 't9 ' if m.role == 'user' else 't10 ' }}{{ m.content }} </s> {% endfor %}"
+        "{% if add_generation_prompt %}t10 {% endif %}"
+    )
+    encoder = make_encoder(own, OWN_TEMPLATE)
+    turns = "t9 t5 </s> t10 "
+
+    def rendered(prompt: str, content: str) -> tuple[str, bool]:
+        made = render_for_reward_model(encoder, prompt, "t6", [{"role": "user", "content": content}])
+        return made.prompt, made.templated
+
+    assert rendered(turns, turns) == (turns, False)
+    assert rendered("t5", "t5") == (turns, True)
+    assert rendered("t9 t5 t11 ", "t5") == (turns, True)
 
 
 @pytest.mark.parametrize("chat", [{}, {"chat_template": "none"}, {"system": "t9"}])
