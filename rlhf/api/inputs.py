@@ -16,6 +16,7 @@ import pandas as pd
 from rlhf.config.files import Tree, branch_at, merge
 from rlhf.config.load import SHORTHANDS
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
+from rlhf.data.files import given_rows
 from rlhf.data.paths import looks_local
 from rlhf.errors import ConfigError, DataError, did_you_mean
 from rlhf.plugins import as_settings, plugins_in
@@ -109,7 +110,7 @@ class Inputs:
         if isinstance(rows, Mapping):
             return {"sources": self._sources(name, rows, text)} if _is_mixture(name, rows) else dict(rows)
         path = self.folder / "data" / f"{name}.jsonl"
-        self._pending.append(lambda: self._write_rows(path, _as_rows(name, rows, text)))
+        self._pending.append(lambda: self._write_rows(path, _as_rows(name, given_rows(rows), text)))
         return {"path": str(path)}
 
     def data(self, text: TextColumn | None, **sets: Rows | None) -> Tree:

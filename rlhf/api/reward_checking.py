@@ -19,7 +19,7 @@ from rlhf.config.load import load_any, validate
 from rlhf.config.run import RunConfig
 from rlhf.config.sections import OnlineConfig, RewardModelConfig
 from rlhf.data.conversation import Prompt
-from rlhf.data.files import load_rows
+from rlhf.data.files import given_rows, load_rows
 from rlhf.data.formats import PROMPTS
 from rlhf.data.paths import resolve_best
 from rlhf.data.prompts import CONVERSATION, MESSAGES
@@ -201,7 +201,7 @@ def _rows(
         rows = load_rows(DatasetConfig(path=str(dataset), columns=dict(columns)), skips)
     else:
         skips = RowCounts("the rows")
-        rows = [DataRow(dict(values), "the rows", number) for number, values in enumerate(dataset, start=1)]
+        rows = [DataRow(dict(values), "the rows", number) for number, values in enumerate(given_rows(dataset), start=1)]
     made = []
     for row, parsed in PROMPTS.read(rows, skips, turns=True):
         prompt, values = _as_reference(row.values, parsed.prompt)

@@ -272,6 +272,11 @@ def arrow_row(row: Mapping[str, object]) -> dict[str, object]:
     return {name: _without_nulls(value) for name, value in row.items()}
 
 
+def given_rows(rows: Iterable[Any]) -> Iterable[Any]:
+    """Return rows that are given as objects as they are; of a data set of `datasets`, each as `arrow_row`."""
+    return map(arrow_row, rows) if hasattr(rows, "column_names") else rows
+
+
 def _without_nulls(value: object) -> object:
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}

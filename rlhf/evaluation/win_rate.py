@@ -80,7 +80,8 @@ def length_controlled_win_rate(wins: Float[Tensor, "S P"], longer: Float[Tensor,
     This is a logistic regression of the outcomes on the length difference, evaluated at difference zero. With two
     models, the paper's model terms reduce to theta; its term for prompt difficulty needs many models and is left out.
     `RIDGE` / 2 * (theta^2 + phi^2) is subtracted from the log-likelihood, which would otherwise have no maximum if
-    length alone separates wins from losses. Swapping the sides gives one minus the result.
+    length alone separates wins from losses. Swapping the sides gives one minus the result. If all outcomes are 0 or
+    all are 1, there is nothing to control: the result is the plain rate with Wilson's interval.
 
     Args:
         wins: 1, 0.5 or 0 for A, NaN if it is not known, which is left out; seeds by prompts, resampled as in
@@ -89,6 +90,10 @@ def length_controlled_win_rate(wins: Float[Tensor, "S P"], longer: Float[Tensor,
     """
     wins, longer = wins.double(), longer.double()
     known = ~wins.isnan()
+    extrapolated = bool((longer[known] > 0).all() or (longer[known] < 0).all())
+    plain = bootstrap_crossed(wins, shares=True)
+    if plain.value in (0.0, 1.0):
+        return LengthControlled(**vars(plain), length_effect=0.0, extrapolated=extrapolated)
     scale = longer[known].std(correction=0)
     # A constant difference has no scale: tanh(c / 0) is the sign of c.
     features = torch.tanh(longer / scale) if scale > 0 else longer.sign()
@@ -108,7 +113,7 @@ def length_controlled_win_rate(wins: Float[Tensor, "S P"], longer: Float[Tensor,
         low=low,
         high=high,
         length_effect=float(estimate[1]),
-        extrapolated=bool((longer[known] > 0).all() or (longer[known] < 0).all()),
+        extrapolated=extrapolated,
     )
 
 

@@ -120,9 +120,10 @@ class HhSuite(Suite):
 
         from rlhf.data.pairs import completion_rows
 
-        rows, temperature = completion_rows(pairs), self.sampling.temperature
-        chosen, rejected = subject.logprobs(rows, temperature=temperature).chunk(2)
-        lengths = torch.tensor([len(ids) for ids in rows.completions], dtype=torch.float64).chunk(2)
+        rows = completion_rows(pairs)
+        chosen, rejected = subject.logprobs(rows).chunk(2)
+        counts = map(sum, rows.learned) if rows.learned else map(len, rows.completions)
+        lengths = torch.tensor(list(counts), dtype=torch.float64).chunk(2)
         likelier = "pairs whose chosen side is the likelier; long sides are at a disadvantage"
         figures = [
             pair_estimate("logprob_accuracy", chosen.tolist(), rejected.tolist(), likelier),
@@ -135,7 +136,7 @@ class HhSuite(Suite):
         ]
         if reference is None:
             return figures
-        ref_chosen, ref_rejected = reference.logprobs(rows, temperature=temperature).chunk(2)
+        ref_chosen, ref_rejected = reference.logprobs(rows).chunk(2)
         chosen_reward = implicit_reward(chosen, ref_chosen, self.beta)
         rejected_reward = implicit_reward(rejected, ref_rejected, self.beta)
         higher = "pairs whose chosen side has the higher implicit reward"

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceScores:
-    """A model's log-probabilities of whole completions."""
+    """A model's log-probabilities of completions; in one of several turns the assistant's tokens alone count."""
 
     logprobs: Float[Tensor, " N"]  # summed over tokens; nats, float64
     greedy: Bool[Tensor, " N"]  # every token is the model's most likely one
@@ -110,13 +110,13 @@ class Subject:
         """Decode every completion, without special tokens."""
         return decode(completions, self.encoder.tokenizer).completions
 
-    def logprobs(self, rows: CompletionRows, *, temperature: float = 1.0) -> Float[Tensor, " N"]:
-        """Compute the log-probability of every completion, summed over its tokens, in nats; float64."""
-        return self.score(rows, temperature=temperature).logprobs
+    def logprobs(self, rows: CompletionRows) -> Float[Tensor, " N"]:
+        """Compute the log-probability of every completion, as in `score`."""
+        return self.score(rows).logprobs
 
     @torch.no_grad()
-    def score(self, rows: CompletionRows, *, temperature: float = 1.0) -> SequenceScores:
-        """Compute the log-probability of every completion, and whether it is the greedy one.
+    def score(self, rows: CompletionRows) -> SequenceScores:
+        """Compute the log-probability of every completion at temperature 1, and whether it is the greedy one.
 
         Rows of similar length share a forward pass.
         """
@@ -134,11 +134,11 @@ class Subject:
                     batch.prompt_mask,
                     batch.completion_ids,
                     batch.completion_mask,
-                    temperature=temperature,
+                    temperature=1.0,
                 )
             index = torch.tensor(part)
-            result.logprobs[index] = widen(tokens.logprobs).sum(dim=1).cpu().double()
-            result.greedy[index] = (tokens.first_choice | ~batch.completion_mask).all(dim=1).cpu()
+            result.logprobs[index] = widen(torch.where(batch.loss_mask, tokens.logprobs, 0.0)).sum(dim=1).cpu().double()
+            result.greedy[index] = (tokens.first_choice | ~batch.loss_mask).all(dim=1).cpu()
         return result
 
     def with_sampling(self, sampling: SuiteSamplingConfig) -> Subject:

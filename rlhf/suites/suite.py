@@ -45,7 +45,7 @@ class SuiteSamplingConfig(Section):
     max_new_tokens: Count = 128
     """Longest completion, EOS included."""
     temperature: Positive = 1.0
-    """Divides the logits, here and in the log-probabilities of hh."""
+    """Divides the logits before a token is sampled."""
     batch_size: Count = 256
     """Rows decoded together; affects memory only."""
 

@@ -24,8 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlhf
 from rlhf.api import checks
+from rlhf.api.inputs import Inputs
 from rlhf.cli import main
+from rlhf.config.data import DatasetConfig
 from rlhf.config.load import load_run
+from rlhf.data.files import load_rows
 from rlhf.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
 from rlhf.user_code import _OBJECTS, load_function, source_of, target_of
 
@@ -533,6 +536,23 @@ def test_rows_that_would_be_read_as_something_else_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=message):
         rlhf.sft(model, rows, folder=tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_dataset_gives_the_rows_that_it_gives_on_disk(streamed: bool, tmp_path: Path) -> None:
+    """Arrow gives each tool call a null for every argument of the other rows' tools."""
+
+    def row(arguments: dict[str, object]) -> dict[str, object]:
+        return {"prompt": "a", "tool_calls": [{"name": "look", "arguments": arguments}], "note": None}
+
+    rows = [row({"city": "Paris"}), row({"expr": "1+1"})]
+    data = Dataset.from_list(rows)
+    data.save_to_disk(tmp_path / "saved")
+    inputs = Inputs(tmp_path)
+    given = inputs.rows("prompts", data.to_iterable_dataset() if streamed else data, text="prompt")
+    inputs.write()
+    on_disk, written = (load_rows(DatasetConfig(path=str(path))) for path in (tmp_path / "saved", given["path"]))
+    assert [row.values for row in written] == [row.values for row in on_disk] == rows
 
 
 def test_the_rows_of_the_text_call_and_the_settings_of_their_section(model: str, tmp_path: Path) -> None:

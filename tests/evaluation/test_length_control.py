@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlhf.evaluation.win_rate import (
     RIDGE,
+    Z95,
     bootstrap_crossed,
     fit_logistic,
     length_controlled_win_rate,
@@ -99,9 +100,18 @@ def test_where_one_side_is_always_longer_it_is_said_to_be_a_guess() -> None:
     assert not length_controlled_win_rate(wins, lengths(0.0).abs()).extrapolated  # some are equal
 
 
-def test_all_wins_and_no_losses_has_an_answer() -> None:
-    rate = length_controlled_win_rate(torch.ones(1, COUNT), lengths(0.0))
-    assert 0.99 < rate.low <= rate.value <= rate.high <= 1.0
+@pytest.mark.parametrize("outcome", [0.0, 1.0])
+def test_of_wins_or_losses_alone_it_is_the_plain_rate(outcome: float) -> None:
+    wins = torch.full((2, 4), outcome)
+    longer = torch.tensor([[3.0, -2.0, 1.0, 0.0], [1.0, 4.0, -3.0, 2.0]])
+    rate, raw = length_controlled_win_rate(wins, longer), bootstrap_crossed(wins, shares=True)
+    assert (rate.value, rate.low, rate.high) == (raw.value, raw.low, raw.high)
+    share = Z95**2 / (4 + Z95**2)  # Wilson's farther bound of none of 4 prompts
+    expected = (0.0, share) if outcome == 0 else (1 - share, 1.0)
+    assert (rate.low, rate.high) == pytest.approx(expected)
+    assert rate.length_effect == 0.0
+    assert not rate.extrapolated
+    assert length_controlled_win_rate(wins, longer.abs() + 1).extrapolated
 
 
 def test_seeds_that_disagree_widen_the_interval() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from runs import make_model
 
 import rlhf
@@ -172,6 +173,19 @@ def test_from_python() -> None:
         rlhf.reward_check({"type": "verifier", "name": "math:y"}, ROWS)
     with pytest.raises(ConfigError, match="the environment rewards episodes"):
         rlhf.reward_check({"type": "environment"}, ROWS)
+
+
+def test_the_rows_of_a_dataset_have_no_nulls_of_other_rows() -> None:
+    given: list[object] = []
+
+    def reward(completions: list[str], state: list[object]) -> list[float]:
+        given.extend(state)
+        return [1.0 for _ in completions]
+
+    states = [{"city": "Paris"}, {"expr": "1+1"}]
+    rlhf.reward_check(reward, Dataset.from_list([{**ROWS[0], "state": state} for state in states]))
+    assert given
+    assert all(state in states for state in given)
 
 
 def checked_by_command(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

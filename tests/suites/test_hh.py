@@ -12,6 +12,7 @@ from bigram import EOS
 from runs import count_good, write_rows
 from suite_cases import evaluate, figures, gains, subject, values
 
+from rlhf.data.tokenizer import make_encoder
 from rlhf.errors import DataError
 from rlhf.evaluation.win_rate import Interval
 from rlhf.rewards.function import FunctionReward
@@ -30,6 +31,11 @@ def pair(chosen: str, rejected: str, asked: str = "hi") -> dict[str, str]:
     return {"chosen": f"{head} {chosen}", "rejected": f"{head} {rejected}"}
 
 
+TEMPLATE = (
+    "{% for m in messages %}{{ '\\n\\nHuman: ' + m.content if m.role == 'user' else "
+    "'\\n\\nAssistant: ' + m.content + eos_token }}{% endfor %}"
+    "{{ '\\n\\nAssistant:' if add_generation_prompt else '' }}"
+)
 PAIRS = [pair("good", "bad")] * 3 + [pair("bad", "good")]
 
 
@@ -59,13 +65,33 @@ def test_the_implicit_reward_by_hand(tmp_path: Path) -> None:
     assert values(itself)["implicit_accuracy"] == 0.5  # a policy is no better than itself: all ties
 
 
-def test_the_temperature_is_that_of_the_run(tmp_path: Path) -> None:
+def test_the_sampling_temperature_changes_no_log_probability(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "h.jsonl", PAIRS[:1])
     model = subject(tmp_path / "m", WORDS, {**ENDS, "Assistant:": {"good": 0.8, "bad": 0.2}})
     start = subject(tmp_path / "s", WORDS, {**ENDS, "Assistant:": {"good": 0.5, "bad": 0.5}}, like=model)
     cool = settings(rows, beta=1.0, sampling={"temperature": 0.5})
     figure_values = values(evaluate(cool, model, reference=start))
-    assert figure_values["implicit_margin"] == pytest.approx(2 * math.log(4), abs=1e-4)  # logits doubled
+    assert figure_values["implicit_margin"] == pytest.approx(math.log(4), abs=1e-4)  # as eval/preference_margin
+
+
+def test_of_a_side_with_several_turns_the_assistants_words_alone_count(tmp_path: Path) -> None:
+    def side(answer: str, question: str) -> list[dict[str, str]]:
+        turns = [("user", "hi"), ("assistant", answer), ("user", question), ("assistant", answer)]
+        return [{"role": role, "content": content} for role, content in turns]
+
+    # The user's words are many on the chosen side, and the two models differ in their probabilities.
+    row = {"chosen": side("bad", "hi " * 20), "rejected": side("good", "hi")}
+    talks = {**ENDS, "Human:": {"hi": 0.9}, "hi": {"hi": 0.5}, "Assistant:": {"good": 0.3, "bad": 0.2}}
+    model = subject(tmp_path / "m", WORDS, talks)
+    model.encoder.tokenizer.chat_template = TEMPLATE
+    model = replace(model, encoder=make_encoder(model.encoder.tokenizer, "auto"))
+    silent = {**ENDS, "Human:": {"hi": 0.1}, "hi": {"hi": 0.1}, "Assistant:": {"good": 0.2, "bad": 0.4}}
+    start = subject(tmp_path / "s", WORDS, silent, like=model)
+    result = evaluate(settings(write_rows(tmp_path / "h.jsonl", [row]), beta=0.5), model, reference=start)
+    got = values(result)
+    # beta 2 (log .2/.4 - log .3/.2): each side has two answers of a word and its end
+    assert got["implicit_margin"] == pytest.approx(-0.5 * 2 * math.log(3), abs=1e-5)
+    assert got["implicit_accuracy"] == got["logprob_accuracy"] == got["logprob_accuracy_per_token"] == 0.0
 
 
 def test_scores_and_win_rates_by_hand(tmp_path: Path) -> None:
