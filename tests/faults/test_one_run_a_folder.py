@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,31 @@ def test_always_trains_the_old_weights_with_the_new_settings_and_says_it(
     again = trained(tree, *then, "schedule.steps=4")  # it is that run now
     assert again.session.resumed
     assert again.session.state.step == 4
+
+
+@pytest.mark.parametrize("resume", ["always", "auto"])
+def test_other_settings_that_no_checkpoint_has_yet_start_with_their_own_coefficients(
+    tmp_path: Path, resume: str
+) -> None:
+    shaping = {"shaping": {"normalize": "scale"}}
+    tree = brief_tree(tmp_path, schedule={"steps": 2}, reward=shaping, algorithm={"kl": {"coef": 0.05}})
+    assert trained(tree).session.state.score_moments
+    other = ("algorithm.kl.coef=0.5", "schedule.steps=4")
+    online(tree, *other, "checkpoint.resume=always").session.recorder.close()  # killed before its first checkpoint
+    for _ in range(2):
+        again = online(tree, *other, f"checkpoint.resume={resume}")
+        assert (again.session.state.step, again.session.state.kl_coef) == (2, 0.5)
+        assert again.session.state.score_moments == {}
+        again.session.recorder.close()
+    assert "the KL coefficient, the best checkpoint and completions sampled ahead begin again" in notes_of(tmp_path)[-1]
+    moments = trained(tree, *other).session.state.score_moments
+    longer = online(tree, *other, "schedule.steps=6")  # its checkpoint has these settings
+    assert (longer.session.state.step, longer.session.state.score_moments) == (4, moments)
+    longer.session.recorder.close()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    back = online(tree, *other, "schedule.steps=6")  # the checkpoint of the old settings again
+    assert (back.session.state.step, back.session.state.score_moments) == (2, {})
+    back.session.recorder.close()
 
 
 def test_overwritten_start_weights_are_refused(tmp_path: Path) -> None:
