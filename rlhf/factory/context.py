@@ -279,6 +279,8 @@ class RunContext:
             return []
 
         def write() -> list[str]:
+            if self.changed:
+                self.folder.complete.unlink(missing_ok=True)  # first, so that a kill leaves no unfinished run complete
             changed = self.folder.write_config(
                 dump(self.config),
                 anew=self.resume is None,

@@ -29,7 +29,7 @@ from rlhf.cli import main
 from rlhf.config.files import merge
 from rlhf.config.load import load_reward_model, load_train
 from rlhf.errors import CheckpointError
-from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.run_folder import RunFolder, completed_step
 from rlhf.training.session import STATE, TrainState
 
 Capture = pytest.CaptureFixture[str]
@@ -220,6 +220,23 @@ def test_other_settings_that_no_checkpoint_has_yet_start_with_their_own_coeffici
     back = online(tree, *other, "schedule.steps=6")  # the checkpoint of the old settings again
     assert (back.session.state.step, back.session.state.score_moments) == (2, {})
     back.session.recorder.close()
+
+
+@pytest.mark.parametrize("change", ["schedule.steps=6", "policy.export_dtype=bfloat16"])
+def test_a_finished_run_that_goes_on_is_not_complete_if_it_is_killed_at_once(
+    tmp_path: Path, capsys: Capture, change: str
+) -> None:
+    tree = brief_tree(tmp_path)
+    file, folder = write_config(tmp_path, tree), RunFolder(tmp_path / "run")
+    assert main(["train", file]) == 0
+    model = (folder.model / "model.safetensors").read_bytes()
+    online(tree, change).session.recorder.close()  # killed before its first checkpoint
+    assert completed_step(folder) is None
+    capsys.readouterr()
+    assert main(["train", file, change]) == 0
+    assert "already complete" not in capsys.readouterr().out
+    assert completed_step(folder) == (6 if "steps" in change else 4)
+    assert (folder.model / "model.safetensors").read_bytes() != model
 
 
 def test_overwritten_start_weights_are_refused(tmp_path: Path) -> None:
