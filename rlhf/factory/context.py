@@ -142,6 +142,10 @@ class RunContext:
             self.notes.append(f"warning: {what}")
         self.state.inputs[key] = digest
 
+    def is_recorded(self, key: str) -> bool:
+        """Return whether the content of an input is the one that the checkpoint records."""
+        return key in self.recorded and self.recorded[key] == self.state.inputs.get(key)
+
     def identify_model(self, key: str, path: str) -> None:
         """Record and check the weights of the model at `path`, which the setting `key` names; see `identify`."""
         self.identify(key, self.engine.ranks.on_main(lambda: digest_of_model(path)))

@@ -30,6 +30,7 @@ from rlhf.config.files import merge
 from rlhf.config.load import load_reward_model, load_train
 from rlhf.errors import CheckpointError
 from rlhf.tracking.run_folder import RunFolder, completed_step
+from rlhf.training.online import train
 from rlhf.training.session import STATE, TrainState
 
 Capture = pytest.CaptureFixture[str]
@@ -220,6 +221,24 @@ def test_other_settings_that_no_checkpoint_has_yet_start_with_their_own_coeffici
     back = online(tree, *other, "schedule.steps=6")  # the checkpoint of the old settings again
     assert (back.session.state.step, back.session.state.score_moments) == (2, {})
     back.session.recorder.close()
+
+
+def test_completions_drawn_ahead_for_other_prompts_are_not_trained_on(tmp_path: Path) -> None:
+    tree = brief_tree(tmp_path, schedule={"steps": 2}, overlap={"ahead": True})
+    run = online(tree, "schedule.steps=4")
+    run.session.total_steps = 2
+    train(run)
+    run.session.recorder.close()
+    again = online(tree, "schedule.steps=4")
+    assert again.ahead is not None
+    assert list(again.ahead._drawn) == [3]
+    again.session.recorder.close()
+    path = Path(tree["data"]["prompts"]["path"])
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    other = online(tree, "schedule.steps=4", "checkpoint.resume=always")
+    assert other.ahead is not None
+    assert not other.ahead._drawn
+    other.session.recorder.close()
 
 
 @pytest.mark.parametrize("change", ["schedule.steps=6", "policy.export_dtype=bfloat16"])
