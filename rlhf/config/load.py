@@ -36,7 +36,7 @@ from rlhf.section import Choice, Needed, Section, members_of
 C = TypeVar("C", bound=Section)
 
 EXTENDS = "extends"  # key of a file with the name of another, whose settings come first
-RUN_FOLDER_KEYS = ("versions", "git_commit", "functions")  # what a run folder's config.yaml has in addition
+RUN_FOLDER_KEYS = ("versions", "git_commit", "functions", "settings_since")  # in a run folder's config.yaml besides
 
 ALIASES = {
     "learning_rate": "lr",

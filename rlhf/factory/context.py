@@ -62,6 +62,7 @@ class RunContext:
     view: View
     release: Callable[[], None]  # releases the run folder's lock
     changed: Sequence[Change] = ()  # settings that differ from those the run began with
+    precedes_settings: bool = False  # the checkpoint is older than the settings of config.yaml
     recorded: Mapping[str, str] = field(default_factory=dict)  # digests of the inputs, as the checkpoint has them
     notes: list[str] = field(default_factory=list)  # logged when the run begins; any part of the setup may append
     streams: dict[str, MixedStream[Any, Any]] = field(default_factory=dict)  # mixed and streamed data, by section
@@ -88,8 +89,11 @@ class RunContext:
 
     @property
     def is_other_run(self) -> bool:
-        """Return whether checkpoint.resume=always continues the weights of a run with other settings."""
-        return any(not change.is_allowed for change in self.changed)
+        """Return whether checkpoint.resume=always continues the weights of a run with other settings.
+
+        It is so until a checkpoint of the new settings is saved, however often the run is started.
+        """
+        return self.precedes_settings or any(not change.is_allowed for change in self.changed)
 
     @property
     def exports_anew(self) -> bool:
@@ -146,6 +150,10 @@ class RunContext:
                 raise another_run(self.config, what)
             self.notes.append(f"warning: {what}")
         self.state.inputs[key] = digest
+
+    def is_recorded(self, key: str) -> bool:
+        """Return whether the content of an input is the one that the checkpoint records."""
+        return key in self.recorded and self.recorded[key] == self.state.inputs.get(key)
 
     def identify_model(self, key: str, path: str) -> None:
         """Record and check the weights of the model at `path`, which the setting `key` names; see `identify`."""
@@ -284,8 +292,13 @@ class RunContext:
             return []
 
         def write() -> list[str]:
+            if self.changed:
+                self.folder.complete.unlink(missing_ok=True)  # first, so that a kill leaves no unfinished run complete
             changed = self.folder.write_config(
-                dump(self.config), anew=self.resume is None, functions=functions_of(self.config)
+                dump(self.config),
+                anew=self.resume is None,
+                functions=functions_of(self.config),
+                since=self.state.step if self.is_other_run else None,
             )
             for name, settings in self.engine.written.items():
                 self.folder.write_deepspeed(name, settings)
@@ -317,6 +330,7 @@ def open_context(config: TrainConfig | RewardModelConfig, view: View | None, not
         raise
     state, positions = TrainState.read(resume) if resume else (TrainState(), {"metrics": 0, "samples": 0, "alarms": 0})
     recorded, state.inputs = state.inputs, {}
+    since = ranks.on_main(lambda: folder.read_config().get("settings_since") if resume else None)
     return RunContext(
         config=config,
         folder=folder,
@@ -328,6 +342,7 @@ def open_context(config: TrainConfig | RewardModelConfig, view: View | None, not
         view=view or View(),
         release=release,
         changed=changed,
+        precedes_settings=since is not None and state.step <= since,
         recorded=recorded,
         notes=[*notes, *messages],
     )
@@ -453,11 +468,11 @@ def _resume_messages(context: RunContext, versions: Sequence[str], total_steps: 
     messages = [f"continuing from {context.resume} (step {step} of {total_steps})"] if step <= total_steps else []
     other = [change for change in context.changed if not change.is_allowed]
     allowed = [change for change in context.changed if change.is_allowed]
-    if other:
+    if context.is_other_run:
         messages.append(
-            f"warning: checkpoint.resume=always: from step {step + 1} on other settings train the "
-            f"weights of this checkpoint: {list_changes(other)}. Weights, optimizer moments and step count are kept; "
-            "the KL coefficient, the best checkpoint and completions sampled ahead begin again"
+            f"warning: checkpoint.resume=always: from step {step + 1} on other settings train the weights of this "
+            f"checkpoint: {list_changes(other) or 'they changed after it was saved'}. Weights, optimizer moments and "
+            "step count are kept; the KL coefficient, the best checkpoint and completions sampled ahead begin again"
         )
     if allowed:
         messages.append(f"changed since the last start: {list_changes(allowed)}")

@@ -179,7 +179,8 @@ def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
     steps = context.total_steps(prompts.steps_per_epoch)
     ahead = None
     if config.overlap.ahead:
-        completions = None if saved is None or context.is_other_run else saved.get("ahead")
+        is_same = not context.is_other_run and context.is_recorded("data.prompts")
+        completions = saved.get("ahead") if saved is not None and is_same else None
         ahead = build_prefetcher(
             config, context, models, tokenizer, prompts, completions, last_step=steps, servers=built.servers
         )
@@ -397,7 +398,10 @@ def _check_rows(source: Source, prompts: PromptBatches) -> None:
 def _build_queue(
     config: OnlineConfig, context: RunContext, stream: PromptBatches, saved: dict[str, Any] | None
 ) -> PromptQueue | None:
-    """Build the queue of prompts that a rescue or a curriculum deals, as the checkpoint has it; None without both."""
+    """Build the queue of prompts that a rescue or a curriculum deals, as the checkpoint has it; None without both.
+
+    A checkpoint with other prompts, which it names by their place in the data, tells nothing about these.
+    """
     algorithm = config.algorithm
     if not algorithm.follows_prompts:
         return None
@@ -407,7 +411,11 @@ def _build_queue(
         stream.rows, stream.rows_per_step, stream.seed, rescue=algorithm.rescue, curriculum=algorithm.curriculum
     )
     if saved is not None:
-        queue.restore(saved.get("queue"), step=context.state.step)
+        is_same = context.is_recorded("data.prompts")
+        if not is_same:
+            what = "data.prompts: the checkpoint does not record these rows"
+            context.notes.append(f"{what}: success rates and replays begin again")
+        queue.restore(saved.get("queue") if is_same else None, step=context.state.step)
     return queue
 
 

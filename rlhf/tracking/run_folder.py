@@ -113,7 +113,8 @@ PACKAGES = (
 class RunFolder:
     """The files of one run.
 
-    config.yaml       the resolved configuration, `versions:`, `git_commit:`, and `functions:` given as Python objects
+    config.yaml       the resolved configuration, `versions:`, `git_commit:`, and `functions:` given as Python objects;
+                       `settings_since:` the step at which checkpoint.resume=always last changed the settings
     metrics.jsonl     {"step", "<metric>": float, ...}: no times, so equal runs give equal bytes
     timings.jsonl     {"step", "seconds": {phase: s}, "tokens_per_second", "peak_memory_mb",
                        "peak_memory_mb_by_phase": {phase: MB}, "time"}
@@ -145,7 +146,12 @@ class RunFolder:
         self.report = self.path / "report.html"
 
     def write_config(
-        self, resolved: Mapping[str, object], *, anew: bool = False, functions: Mapping[str, str] | None = None
+        self,
+        resolved: Mapping[str, object],
+        *,
+        anew: bool = False,
+        functions: Mapping[str, str] | None = None,
+        since: int | None = None,
     ) -> list[str]:
         """Write config.yaml, and return the packages whose version is not the one that the run began with.
 
@@ -154,12 +160,15 @@ class RunFolder:
 
         Args:
             functions: digests of the functions that were given as Python objects, by setting.
+            since: the step of the checkpoint whose settings these replace; None: those of the file go on.
         """
         old = {} if anew else self.read_config()
         began: dict[str, object] = {"versions": versions(), "git_commit": git_commit()}
         kept = {key: old[key] for key in began if key in old}
         digests = {**old.get("functions", {}), **(functions or {})}
-        settings = to_json({**resolved, **({"functions": digests} if digests else {})})
+        since = old.get("settings_since") if since is None else since
+        additions = {"functions": digests or None, "settings_since": since}
+        settings = to_json({**resolved, **{key: value for key, value in additions.items() if value is not None}})
         if differing_keys({key: value for key, value in old.items() if key not in began}, settings):
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, format_yaml({**settings, **began, **kept}, width=100))

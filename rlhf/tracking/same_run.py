@@ -304,13 +304,15 @@ def another_run(config: TrainConfig | RewardModelConfig, what: str, *, always: b
 def finished_step(config: TrainConfig | RewardModelConfig, changed: Iterable[Change]) -> int | None:
     """Return the last step of the finished run in the folder if nothing is left to do; None if there may be.
 
-    Something may be left if the length or the export changed, if an input file is newer than the end of the run, or if
-    the exported model is gone. `changed` are the settings that differ.
+    Something may be left if the length or the export changed, if the run ended before its last step, if an input file
+    is newer than the end of the run, or if the exported model is gone. `changed` are the settings that differ.
     """
     folder = RunFolder(config.run.out_dir)
     step = completed_step(folder)
     unfinished = (*EXPORT, "schedule.steps", "schedule.epochs", "checkpoint.best.patience")
     if step is None or config.checkpoint.resume == "never" or not folder.model.is_dir():
+        return None
+    if config.schedule.steps is not None and step < config.schedule.steps:
         return None
     if any(matches(change.key, unfinished) or not change.is_allowed for change in changed):
         return None

@@ -158,17 +158,15 @@ class PromptQueue:
         return saved | {"records": torch.tensor(rows, dtype=torch.float64)}
 
     def restore(self, saved: dict[str, Any] | None, *, step: int) -> None:
-        """Restore the state of a checkpoint after `step` steps; None: of a run that had no queue until then."""
+        """Restore the state of a checkpoint after `step` steps; None: it knows nothing about these prompts."""
         if saved is None:
             self.state = QueueState(fresh=step * self.prompts_per_step)
             return
-        known = len(self.prompt_set)
-        waiting = {index: tries for index, tries in saved["waiting"].tolist() if index < known}  # the data may differ
+        waiting = dict(saved["waiting"].tolist())
         rows = saved["records"].tolist() if "records" in saved else []
         records = {
             int(index): PromptHistory(int(failures), None if math.isnan(rate) else rate)
             for index, failures, rate in rows
-            if index < known
         }
         self.state = QueueState(fresh=saved["fresh"], waiting=waiting, given_up=saved["given_up"], records=records)
 

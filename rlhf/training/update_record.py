@@ -50,6 +50,8 @@ class UpdateRecord:
         self.metrics.add("completion/trained_tokens", float(self.tokens))
         if self.steps:
             self.metrics.add("kl/old_last", self.last_kl)
+        else:  # nothing to train on: no optimizer step was skipped
+            self.run.session.check_update(self.metrics)
         if self.run.algorithm.target_kl is not None:
             self.metrics.add("policy/early_stop", float(self.should_stop))
         return self.metrics

@@ -143,6 +143,31 @@ def test_scores_that_stay_bad_stop_the_run(tmp_path: Path) -> None:
         train(run)
 
 
+def test_a_step_without_a_pair_ends_the_row_and_is_saved(tmp_path: Path) -> None:
+    """Scores that are all the same give no pair, so no optimizer step can reset the count."""
+    source = {"source": {"type": "function", "target": f"{__name__}:tied_or_nan"}}
+    tree = odd_tree(
+        tmp_path,
+        {2, 4, 6},
+        reward=source,
+        algorithm={"preset": "online_dpo"},
+        sampling={"completions_per_prompt": 2},
+        schedule={"steps": 7, "max_bad_steps": 3},
+        checkpoint={"every": 1, "keep": 9},
+    )
+    del tree["critic"]
+    run = trained(tree)
+    assert run.session.state.unscored == 3
+    names = [path.name for path in run.session.checkpoints.all()]
+    assert names == ["step-000001", "step-000003", "step-000005", "step-000007"]
+
+
+def tied_or_nan(*, prompts: list[str], completions: list[str], references: list[Mapping[str, Any]]) -> list[float]:
+    """NaN in the calls of BAD, and 1 for every completion in the others."""
+    calls.append(1)
+    return [math.nan if len(calls) in BAD else 1.0] * len(completions)
+
+
 def test_a_source_that_is_bad_from_the_start_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteScores, match="for the completion"):
         train(online(odd_tree(tmp_path, {1})))

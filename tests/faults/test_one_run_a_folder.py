@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from rlhf.cli import main
 from rlhf.config.files import merge
 from rlhf.config.load import load_reward_model, load_train
 from rlhf.errors import CheckpointError
-from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.run_folder import RunFolder, completed_step
+from rlhf.training.online import train
 from rlhf.training.session import STATE, TrainState
 
 Capture = pytest.CaptureFixture[str]
@@ -194,6 +196,66 @@ def test_always_trains_the_old_weights_with_the_new_settings_and_says_it(
     again = trained(tree, *then, "schedule.steps=4")  # it is that run now
     assert again.session.resumed
     assert again.session.state.step == 4
+
+
+@pytest.mark.parametrize("resume", ["always", "auto"])
+def test_other_settings_that_no_checkpoint_has_yet_start_with_their_own_coefficients(
+    tmp_path: Path, resume: str
+) -> None:
+    shaping = {"shaping": {"normalize": "scale"}}
+    tree = brief_tree(tmp_path, schedule={"steps": 2}, reward=shaping, algorithm={"kl": {"coef": 0.05}})
+    assert trained(tree).session.state.score_moments
+    other = ("algorithm.kl.coef=0.5", "schedule.steps=4")
+    online(tree, *other, "checkpoint.resume=always").session.recorder.close()  # killed before its first checkpoint
+    for _ in range(2):
+        again = online(tree, *other, f"checkpoint.resume={resume}")
+        assert (again.session.state.step, again.session.state.kl_coef) == (2, 0.5)
+        assert again.session.state.score_moments == {}
+        again.session.recorder.close()
+    assert "the KL coefficient, the best checkpoint and completions sampled ahead begin again" in notes_of(tmp_path)[-1]
+    moments = trained(tree, *other).session.state.score_moments
+    longer = online(tree, *other, "schedule.steps=6")  # its checkpoint has these settings
+    assert (longer.session.state.step, longer.session.state.score_moments) == (4, moments)
+    longer.session.recorder.close()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    back = online(tree, *other, "schedule.steps=6")  # the checkpoint of the old settings again
+    assert (back.session.state.step, back.session.state.score_moments) == (2, {})
+    back.session.recorder.close()
+
+
+def test_completions_drawn_ahead_for_other_prompts_are_not_trained_on(tmp_path: Path) -> None:
+    tree = brief_tree(tmp_path, schedule={"steps": 2}, overlap={"ahead": True})
+    run = online(tree, "schedule.steps=4")
+    run.session.total_steps = 2
+    train(run)
+    run.session.recorder.close()
+    again = online(tree, "schedule.steps=4")
+    assert again.ahead is not None
+    assert list(again.ahead._drawn) == [3]
+    again.session.recorder.close()
+    path = Path(tree["data"]["prompts"]["path"])
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    other = online(tree, "schedule.steps=4", "checkpoint.resume=always")
+    assert other.ahead is not None
+    assert not other.ahead._drawn
+    other.session.recorder.close()
+
+
+@pytest.mark.parametrize("change", ["schedule.steps=6", "policy.export_dtype=bfloat16"])
+def test_a_finished_run_that_goes_on_is_not_complete_if_it_is_killed_at_once(
+    tmp_path: Path, capsys: Capture, change: str
+) -> None:
+    tree = brief_tree(tmp_path)
+    file, folder = write_config(tmp_path, tree), RunFolder(tmp_path / "run")
+    assert main(["train", file]) == 0
+    model = (folder.model / "model.safetensors").read_bytes()
+    online(tree, change).session.recorder.close()  # killed before its first checkpoint
+    assert completed_step(folder) is None
+    capsys.readouterr()
+    assert main(["train", file, change]) == 0
+    assert "already complete" not in capsys.readouterr().out
+    assert completed_step(folder) == (6 if "steps" in change else 4)
+    assert (folder.model / "model.safetensors").read_bytes() != model
 
 
 def test_overwritten_start_weights_are_refused(tmp_path: Path) -> None:

@@ -230,6 +230,10 @@ def test_a_finished_run_is_known_without_loading_anything(tmp_path: Path) -> Non
     (folder / "checkpoints" / "step-000004").mkdir()  # it has gone on since
     assert finished() is None
     assert completed_step(RunFolder(folder)) is None
+    (folder / "checkpoints" / "step-000004").rmdir()
+    assert finished() == 3
+    RunFolder(folder).write_config(dump(config(folder, schedule={"steps": 5})))  # of a start that was killed
+    assert finished(schedule={"steps": 5}) is None
 
 
 def test_an_input_newer_than_the_end_is_looked_at(tmp_path: Path) -> None:

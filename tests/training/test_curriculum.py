@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from runs import online, trained
-from test_rescue import Bench, collected, doors_tree, prompts
+from test_rescue import RESCUE, Bench, collected, doors_tree, prompts
 from torch import Tensor
 
 from rlhf.algorithms.curriculum import BandCurriculum, Curriculum, VarianceCurriculum
@@ -23,7 +23,7 @@ from rlhf.data.rows import RowCounts
 from rlhf.errors import UserError
 from rlhf.training.collect import collect
 from rlhf.training.online import train
-from rlhf.training.prompt_queue import PromptQueue
+from rlhf.training.prompt_queue import PromptQueue, QueueState
 
 FAIL, WIN = (0.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0)
 
@@ -209,6 +209,30 @@ def test_a_killed_ppo_run_with_hints_and_curriculum_goes_on_as_if_it_had_not_bee
     assert rows[-1]["curriculum/known"] == 1.0
     assert sum(row["curriculum/passed_over"] for row in rows[1:]) > 0
     assert all(row["policy/first_ratio_deviation"] < 5e-5 for row in rows[1:])
+
+
+@pytest.mark.parametrize("how", ["another_file", "same_file"])
+def test_what_is_known_of_other_prompts_deals_none(tmp_path: Path, how: str) -> None:
+    settings = {"curriculum": {"type": "variance"}, "rescue": RESCUE["algorithm"]["rescue"]}
+    tree = merge(doors_tree(tmp_path, schedule={"steps": 3}), {"algorithm": settings})
+    before = trained(tree)
+    assert before.queue is not None
+    assert before.queue.state.records
+    assert before.queue.state.waiting
+    longer = ("schedule.steps=4", "checkpoint.resume=always")
+    same = online(tree, *longer, "algorithm.kl.estimator=k1")
+    assert same.queue is not None
+    assert same.queue.state == before.queue.state
+    same.session.recorder.close()
+    path = Path(tree["data"]["prompts"]["path"])
+    other = path if how == "same_file" else path.with_name("other.jsonl")
+    other.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    run = online(tree, *longer, f"data.prompts.path={other}")
+    assert run.queue is not None
+    assert run.queue.state == QueueState(fresh=12)  # three steps of four
+    run.session.recorder.close()
+    notes = [row["text"] for row in run.session.recorder.folder.read_notes()]
+    assert any("success rates and replays begin again" in note for note in notes)
 
 
 @pytest.mark.parametrize(
