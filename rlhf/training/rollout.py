@@ -414,7 +414,7 @@ def _scores_by_source(experience: Experience, scores: Float[Tensor, " B"]) -> di
 def selection_metrics(experience: Experience, algorithm: Online) -> Metrics:
     """Compute how many of a step's completions are trained on and how they scored, and the advantage's own metrics."""
     metrics = Metrics()
-    if algorithm.mask_truncated or algorithm.drop_uniform_groups:
+    if algorithm.leaves_out_cut or algorithm.drop_uniform_groups:
         metrics.update({"completion/masked": Mean.of(~experience.loss_mask.any(dim=1))})
     if algorithm.rescue is not None:
         metrics.merge(_hint_metrics(experience))
