@@ -180,6 +180,13 @@ def test_a_model_reads_the_prompt_as_its_training_does(tmp_path: Path) -> None:
         assert grade_of("blue red one two", {"prompt": "blue red one two", **row}, tmp_path / "prm") == expected
 
 
+def test_a_solution_longer_than_the_models_context_is_refused(tmp_path: Path) -> None:
+    token_classifier(tmp_path / "prm")  # whose context is 64: <bos>, 61 words, the step and its separator fill it
+    assert len(grade_of("red " * 61, {}, tmp_path / "prm")) == 1
+    with pytest.raises(RewardError, match=r"have 65 tokens, .* context is 64: lower"):
+        grade_of("red " * 62, {}, tmp_path / "prm")
+
+
 def refusal_of(path: Path) -> str:
     with pytest.raises(ModelError, match=r"^reward\.process\.path: ") as caught:
         load_step_model(validate(ModelProcess, {"type": "model", "path": str(path)}), device=torch.device("cpu"))
