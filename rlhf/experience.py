@@ -94,13 +94,13 @@ def select_training_rows(experience: Experience, algorithm: Online) -> Experienc
     forward pass, and minibatches are drawn from the others. A critic learns from every row. There may be no pairs and
     no kept rows; if a group algorithm has dropped everything, all rows are returned, and have a gradient of zero.
     """
-    is_in_no_loss = algorithm.value_loss is None and (algorithm.drop_uniform_groups or algorithm.mask_truncated)
+    is_in_no_loss = algorithm.value_loss is None and (algorithm.drop_uniform_groups or algorithm.leaves_out_cut)
     return algorithm.advantage.select(experience, drops_rows=is_in_no_loss)
 
 
 def _trainable_rows(rollout: Rollout, advantages: Float[Tensor, "B T"], algorithm: Online) -> Bool[Tensor, " B"]:
     """Flag the rows that enter the loss."""
-    eligible = rollout.whole if algorithm.mask_truncated else torch.ones_like(rollout.finished)
+    eligible = rollout.whole if algorithm.leaves_out_cut else torch.ones_like(rollout.finished)
     if algorithm.advantage.chooses_rows:
         return eligible & (advantages != 0).any(dim=1)
     if algorithm.drop_uniform_groups:

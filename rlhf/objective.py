@@ -119,7 +119,7 @@ class Objective:
 
     def _value_mask(self, batch: Experience) -> Bool[Tensor, "B T"]:
         """Return the mask of the tokens that the critic learns from: live, and not of a masked truncated completion."""
-        if not self.algorithm.mask_truncated:
+        if not self.algorithm.leaves_out_cut:
             return batch.action_mask
         return batch.action_mask & batch.whole[:, None]
 

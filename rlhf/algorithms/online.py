@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from rlhf.algorithms.advantage import Advantage, StepSizes
 from rlhf.algorithms.curriculum import Curriculum
@@ -58,6 +58,7 @@ class Online(Section):
     """Deal prompts by how often they were solved in earlier steps; null: off."""
     ptx_coef: NonNegative = 0.0
     """Weight of a next-token loss on data.sft, added to the policy loss (PPO-ptx, Ouyang et al. 2022, eq. 2)."""
+    _drops_cut_episodes: bool = PrivateAttr(default=False)  # environment.truncation=drop; not written to a file
 
     @property
     def name(self) -> str:
@@ -92,6 +93,17 @@ class Online(Section):
         if self.lagrange is not None:
             self.lagrange.check(self)
         return self
+
+    @property
+    def leaves_out_cut(self) -> bool:
+        """Return whether rows that were cut off are in no loss, by mask_truncated or environment.truncation=drop."""
+        return self.mask_truncated or self._drops_cut_episodes
+
+    def leaving_out_cut(self) -> Online:
+        """Return the algorithm under environment.truncation=drop."""
+        changed = self.model_copy()
+        changed._drops_cut_episodes = True
+        return changed
 
     @property
     def follows_prompts(self) -> bool:
@@ -138,7 +150,7 @@ class Online(Section):
     @property
     def reads_old_log_probs_before_update(self) -> bool:
         """Return whether they are read by anything but a single pass over all completions of a step."""
-        drops_rows = self.drop_uniform_groups or self.mask_truncated
+        drops_rows = self.drop_uniform_groups or self.leaves_out_cut
         in_reward = self.kl.placement == "reward" and self.kl.weighs
         in_advantage = self.rescue is not None or self.advantage.reads_old_logprobs
         return drops_rows or in_reward or in_advantage or self.policy_loss.reads_old_logprobs

@@ -702,13 +702,13 @@ class OnlineConfig(TrainSections):
                 raise ValueError("algorithm.advantage.turn_lambda is for the turns of an environment: leave it null")
             return
         self.environment.check_run(self._unsupported_with_episodes())
-        if self.environment.truncation == "drop" and not self.algorithm.mask_truncated:
-            self.__dict__["algorithm"] = self.algorithm.model_copy(update={"mask_truncated": True})
-            self.algorithm.policy_loss.check(self.algorithm)
+        if self.environment.truncation == "drop":
+            self.__dict__["algorithm"] = self.algorithm.leaving_out_cut()
 
     def _unsupported_with_episodes(self) -> dict[str, str]:
         """Return the settings that are on and that no episode can be combined with, with what to set instead."""
         algorithm, shaping = self.algorithm, self.reward.shaping
+        drops = self.environment is not None and self.environment.truncation == "drop"
         bootstraps = self.environment is not None and self.environment.truncation == "bootstrap"
         has_turns = self.environment is not None and self.environment.max_turns > 1
         pays_turns = has_turns and not (algorithm.advantage.is_group or algorithm.advantage.chooses_rows)
@@ -737,6 +737,10 @@ class OnlineConfig(TrainSections):
             "reward.shaping.normalize=standardize": (
                 pays_turns and shaping.normalize == "standardize",
                 "the last turn alone would pay for the mean; set reward.shaping.normalize=scale",
+            ),
+            "environment.truncation=drop with a loss of pairs": (
+                drops and algorithm.policy_loss.pair_loss is not None,
+                "it leaves out single episodes, and a pair has two; set environment.truncation=zero",
             ),
             "environment.truncation=bootstrap without a critic": (
                 bootstraps and not algorithm.advantage.needs_critic,

@@ -99,7 +99,7 @@ def evaluate_policy(
         proxies = filled(of_counted(completions, proxy(completions)))
         metrics["eval/proxy"] = float(proxies.values.double().mean())
     if cost is not None:
-        costs = cost(completions).values.double()
+        costs = of_counted(completions, cost(completions)).values.double()
         metrics |= _mean_and_error("eval/cost", costs[~costs.isnan()])  # NaN: no verifier applies
     if greedy:
         with models.engine.whole(models.policy, models.dtype):

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerBase
 
+from rlhf.data.prompts import MESSAGES, own_prompt
 from rlhf.data.steps import StepEncoder
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.errors import DataError, ModelError
+from rlhf.errors import DataError, ModelError, RewardError
+from rlhf.models.backbone import context_length
 from rlhf.models.folders import model_folder
 from rlhf.models.scalar_head import ScalarHeadModel
 from rlhf.rewards.process import ModelProcess
@@ -42,13 +44,31 @@ class StepModel:
 
     @torch.no_grad()
     def __call__(self, prompt: str, steps: list[str], row: Mapping[str, Any]) -> Sequence[float]:
-        """Return the probability of the class for each step."""
-        encoded = self.encoder.encode(prompt, steps)
+        """Return the probability of the class for each step.
+
+        Raises:
+            RewardError: prompt and steps are longer than the model's context.
+        """
+        encoded = self.encoder.encode(_plain_prompt(prompt, row), steps)
+        length, context = len(encoded.prompt) + len(encoded.completion), context_length(self.model)
+        if context is not None and length > context:
+            raise RewardError(
+                f"reward.process: a prompt and its steps have {length} tokens, and the model's context is {context}: "
+                "lower data.prompts.max_prompt_tokens or sampling.max_new_tokens, or take another reward.process.path"
+            )
         ids = torch.tensor([encoded.prompt + encoded.completion], device=self.model.device)
         places = [len(encoded.prompt) + end for end in encoded.ends]
         logits = self.model(input_ids=ids).logits[0, places]
         probabilities: list[float] = logits.float().softmax(dim=1)[:, self.label].tolist()
         return probabilities
+
+
+def _plain_prompt(prompt: str, row: Mapping[str, Any]) -> str:
+    """Return the prompt without chat template, as the model's training reads it; several messages have no such text."""
+    own = own_prompt(row) if MESSAGES in row else prompt
+    if isinstance(own, str):
+        return own
+    return str(own[0]["content"]) if len(own) == 1 else prompt
 
 
 def load_step_model(config: ModelProcess, *, device: torch.device) -> StepModel:

@@ -340,7 +340,7 @@ class RulesReward:
         from rlhf.types import Scores
 
         texts = decode(completions, self.tokenizer).completions
-        lengths = completions.completion_mask.sum(dim=1).tolist()
+        lengths = completions.action_mask.sum(dim=1).tolist()
         violations = torch.tensor(
             [[rule.violation(text, n) for text, n in zip(texts, lengths, strict=True)] for rule in self.rules]
         )

@@ -17,6 +17,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -169,30 +170,51 @@ def decode(completions: Completions, tokenizer: BatchDecoder) -> Texts:
 
     A prompt is the text of its row's "prompt" column if there is one, else its decoded tokens. A completion is the
     rest after the decoded prompt: many tokenizers drop a leading space, so its tokens decoded alone lack one. Of a
-    completion in channels it is the final answer.
+    completion in channels it is the final answer. Of an episode it is the actions, with a line break between two.
     """
     prompt_ids, completion_ids = unpadded_ids(completions)
-    completion_ids = [
-        ids[:-1] if ended else ids for ids, ended in zip(completion_ids, completions.finished.tolist(), strict=True)
+    actions = [
+        [(prompt + ids[:start], ids[start : end - ended]) for start, end in spans]
+        for prompt, ids, spans, ended in zip(
+            prompt_ids, completion_ids, _action_spans(completions), completions.finished.tolist(), strict=True
+        )
     ]
-    joined_ids = [before + after for before, after in zip(prompt_ids, completion_ids, strict=True)]
-    prompts, alone, joined = (
-        tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        for ids in (prompt_ids, completion_ids, joined_ids)
-    )
+    texts = iter(_texts_after([action for row in actions for action in row], tokenizer))
     references = [dict(reference) for reference in completions.references]
-    # A character split by the prompt's end decodes differently once complete: then the texts share no start.
-    answers = [
-        text.removeprefix(before) if text.startswith(before) else completion
-        for text, before, completion in zip(joined, prompts, alone, strict=True)
-    ]
-    if writes_channels(tokenizer):
-        answers = [final_message(tokenizer, ids) for ids in completion_ids]
     return Texts(
-        prompts=[_original_prompt(r, p) for r, p in zip(references, prompts, strict=True)],
-        completions=answers,
+        prompts=[_prompt_text(r, ids, tokenizer) for r, ids in zip(references, prompt_ids, strict=True)],
+        completions=["\n".join(islice(texts, len(row))) for row in actions],
         references=references,
     )
+
+
+def _action_spans(completions: Completions) -> list[list[tuple[int, int]]]:
+    """Return the beginning and end of every action of each row; without an environment of the whole completion."""
+    rows: list[list[tuple[int, int]]] = []
+    for turns in _unpadded(completions.turns, completions.completion_mask):
+        runs = [(turn, len(list(run))) for turn, run in groupby(turns)]
+        ends = list(accumulate(length for _, length in runs))
+        rows.append([(end - length, end) for end, (turn, length) in zip(ends, runs, strict=True) if turn >= 0])
+    return rows
+
+
+def _texts_after(pairs: Sequence[tuple[list[int], list[int]]], tokenizer: BatchDecoder) -> list[str]:
+    """Decode the second ids of each pair, as the text that they add to the text of the first."""
+    if writes_channels(tokenizer):
+        return [final_message(tokenizer, ids) for _, ids in pairs]
+    texts = (
+        _decode_all(ids, tokenizer)
+        for ids in ([b for b, _ in pairs], [ids for _, ids in pairs], [b + ids for b, ids in pairs])
+    )
+    # A character split by the prompt's end decodes differently once complete: then the texts share no start.
+    return [
+        text.removeprefix(before) if text.startswith(before) else alone
+        for before, alone, text in zip(*texts, strict=True)
+    ]
+
+
+def _decode_all(sequences: list[list[int]], tokenizer: BatchDecoder) -> list[str]:
+    return tokenizer.batch_decode(sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def checked_scores(values: object, parts: object, texts: Texts, *, who: str, may_abstain: bool = False) -> Scores:
@@ -236,9 +258,9 @@ def _unpadded(ids: Tensor, mask: Tensor) -> list[list[int]]:
     return [row[live].tolist() for row, live in zip(ids.cpu(), mask.cpu(), strict=True)]
 
 
-def _original_prompt(reference: Mapping[str, Any], decoded: str) -> str:
+def _prompt_text(reference: Mapping[str, Any], ids: list[int], tokenizer: BatchDecoder) -> str:
     prompt = reference.get("prompt")
-    return prompt if isinstance(prompt, str) else decoded
+    return prompt if isinstance(prompt, str) else _decode_all([ids], tokenizer)[0]
 
 
 def _to_tensor(

@@ -120,7 +120,8 @@ def _draw(run: OnlineRun, step: int) -> Draw:
 def fill_failed(completions: Completions, scores: Scores) -> Scores:
     """Give an episode whose environment failed the mean of its group, or of all if the whole group failed.
 
-    So the failure moves no mean, and the row is neither the best nor the worst of its group. It has no loss.
+    So the failure moves no mean, and the row is neither the best nor the worst of its group. It has no loss, and the
+    parts of its score become NaN: they count in no metric.
     """
     counted = completions.counted
     if bool(counted.all()):
@@ -128,7 +129,8 @@ def fill_failed(completions: Completions, scores: Scores) -> Scores:
     known = scores.values.where(counted, torch.nan)
     filled = fill_missing(known, completions.group_size)
     filled = filled.where(~filled.isnan(), fill_missing(known, len(known)).nan_to_num(0.0))
-    return replace(scores, values=scores.values.where(counted, filled))
+    parts = {name: part.where(counted, torch.nan) for name, part in scores.parts.items()}
+    return Scores(values=scores.values.where(counted, filled), parts=parts, scale=scores.scale)
 
 
 def _refill(run: OnlineRun, step: int, number: int) -> Prompts:
@@ -212,6 +214,7 @@ def collect(
     return Collected(
         completions=completions,
         scores=scores,
+        graded=completions.counted & ~scores.values.isnan(),
         baselines=baselines,
         hinted=rescue.hinted,
         failed=rescue.failed,
@@ -251,6 +254,7 @@ def leave_out_unscored(collected: Collected) -> Collected:
         collected,
         completions=completions,
         scores=filled,
+        graded=collected.graded[kept],
         baselines=collected.baselines[kept],
         hinted=collected.hinted[kept],
         extra=collected.extra + len(values) - len(kept),

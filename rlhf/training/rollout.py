@@ -44,6 +44,7 @@ class Collected:
 
     completions: Completions
     scores: Scores
+    graded: Bool[Tensor, " B"]  # False: the score is the mean of the group (no verifier applies, or a failed episode)
     baselines: Float[Tensor, " B"]  # score of the prompt's greedy completion; zero if none was sampled
     hinted: Bool[Tensor, " B"]  # sampled with a hint in the prompt; sampler_logprobs are then with it
     failed: Bool[Tensor, " N"]  # prompts of which no completion without a hint succeeded; none if rescue is off
@@ -234,7 +235,7 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
     metrics.merge(_advantage_metrics(experience, algorithm))
     if "raw" in scores.parts:
         raw = fill_missing(scores.parts["raw"], experience.group_size)
-        metrics.update({"score/raw": Mean.of(raw, ~raw.isnan())})
+        metrics.update({"score/raw": Mean.of(raw, ~raw.isnan() & counted)})
     for name in ("clipped", "cut", "disagreement"):
         if name in scores.parts:
             metrics.update({f"score/{name}": Mean.of(scores.parts[name], ~scores.parts[name].isnan())})
@@ -303,7 +304,8 @@ def cost_metrics(scores: Scores) -> Metrics:
     """
     if COST not in scores.parts:
         return Metrics()
-    costs, values = (x[~x.isnan()].double() for x in (scores.parts[COST], scores.values))
+    values = scores.values.where(~reward_of(scores).isnan(), torch.nan)  # that of a failed episode was filled in
+    costs, values = (x[~x.isnan()].double() for x in (scores.parts[COST], values))
     metrics = Metrics({"cost/mean": Mean.of(costs), "lagrange/score": Mean.of(values)})
     metrics.add("cost/std", float(costs.std(correction=0)) if len(costs) else float("nan"))
     return metrics
@@ -414,7 +416,7 @@ def _scores_by_source(experience: Experience, scores: Float[Tensor, " B"]) -> di
 def selection_metrics(experience: Experience, algorithm: Online) -> Metrics:
     """Compute how many of a step's completions are trained on and how they scored, and the advantage's own metrics."""
     metrics = Metrics()
-    if algorithm.mask_truncated or algorithm.drop_uniform_groups:
+    if algorithm.leaves_out_cut or algorithm.drop_uniform_groups:
         metrics.update({"completion/masked": Mean.of(~experience.loss_mask.any(dim=1))})
     if algorithm.rescue is not None:
         metrics.merge(_hint_metrics(experience))

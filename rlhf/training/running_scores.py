@@ -14,12 +14,13 @@ from rlhf.types import Scores
 def normalize_scores(run: OnlineRun, collected: Collected) -> Collected:
     """Add the step's scores to the moments of the run, and bring scores and greedy baselines onto that scale.
 
-    Every rank has the scores of the whole step, so the moments are the same on all of them. The scores before are kept
-    as a part; the moments become part of the run's state when the step ends.
+    A score that was filled in (not `graded`) is not added. Every rank has the scores of the whole step, so the moments
+    are the same on all of them. The scores before are kept as a part; the moments become part of the run's state when
+    the step ends.
     """
     shaping = run.config.reward.shaping
     scores = collected.scores
-    moments = Moments(**run.session.state.score_moments).with_batch(scores.values)
+    moments = Moments(**run.session.state.score_moments).with_batch(scores.values[collected.graded])
     collected.metrics.add("score/running_mean", moments.mean)
     collected.metrics.add("score/running_std", moments.std)
     baselines = collected.baselines

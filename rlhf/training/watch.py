@@ -53,7 +53,7 @@ class WatchingJudge:
         if step % self.every:
             return Metrics()
         order = torch.randperm(len(completions), generator=generator(self.seed, "watch", step))
-        index = order[: self.rows].sort().values
+        index = order[completions.counted[order]][: self.rows].sort().values
         metrics = Metrics()
         try:
             watched = self.source(_ungrouped(completions, index)).values

@@ -21,15 +21,16 @@ from rlhf.environments.host import Act, Begin, End
 from rlhf.environments.pool import EnvironmentPool
 from rlhf.environments.protocol import Fault
 from rlhf.errors import RewardError
+from rlhf.evaluation.evaluate import evaluate_policy
 from rlhf.experience import compute_advantages
-from rlhf.rewards.cost import COST
+from rlhf.rewards.cost import COST, REWARD
 from rlhf.sampling.episodes import EpisodeSampler
 from rlhf.sampling.fast import prefix_cache
 from rlhf.training.annotate import annotate
 from rlhf.training.collect import fill_failed, sample_and_score
 from rlhf.training.online_run import OnlineRun
 from rlhf.training.rollout import episode_metrics
-from rlhf.types import Completions, Experience, StopReason
+from rlhf.types import Completions, Experience, Scores, StopReason
 
 EOS = 2
 
@@ -224,6 +225,32 @@ def test_a_failing_environment_is_counted_and_nothing_else_is_lost(
     assert scores.values[failed].isnan().all()
     values = fill_failed(rows, scores).values
     assert torch.isclose(values[failed], values[~failed].mean()).all()
+    _close(run)
+
+
+def test_an_episode_whose_environment_failed_moves_no_cost_and_no_deviation(tmp_path: Path) -> None:
+    """Also not of an evaluation: each is a figure of the 15 others."""
+    cost = {"type": "function", "target": f"{word_rewards.__file__}:count_words"}
+    reward = {"cost": {"source": cost}, "shaping": {"normalize": "scale"}}
+    run = runs.online({**tree(tmp_path, "Broken", kwargs={"how": "raise"}), "reward": reward})
+    collected = sample_and_score(run, 1)
+    assert collected is not None
+    counted, parts, metrics = collected.completions.counted, collected.scores.parts, collected.metrics.values()
+    assert counted.sum() == 15
+    assert parts[COST][~counted].isnan().all()
+    assert metrics["cost/mean"] == pytest.approx(float(parts[COST][counted].mean()))
+    assert metrics["score/running_std"] == pytest.approx(float(parts[REWARD][counted].std(correction=0)))
+
+    failing = [run.prompts(1)]
+
+    def price(completions: Completions) -> Scores:
+        return Scores(values=torch.where(completions.counted, 2.0, 60.0), parts={})
+
+    evaluation = evaluate_policy(
+        failing, run.sampler, run.models, run.reward, proxy=None, cost=price, key=5, greedy=False, rows_per_pass=16
+    )
+    assert not evaluation.rollout.counted.all()
+    assert evaluation.metrics["eval/cost"] == 2.0
     _close(run)
 
 

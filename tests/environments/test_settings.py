@@ -48,6 +48,14 @@ def test_the_environment_gives_the_reward(tmp_path: Path) -> None:
             },
             "without a critic",
         ),
+        (
+            {
+                "algorithm": {"preset": "online_dpo"},
+                "sampling": {"completions_per_prompt": 2},
+                "environment": {"truncation": "drop"},
+            },
+            r"environment\.truncation=drop with a loss of pairs: .*set environment\.truncation=zero",
+        ),
         ({"environment": {"max_tokens": 3}}, "less than one action"),
         ({"environment": {"target": "no_such_module:Game"}}, "no_such_module"),
         ({"environment": {"target": f"{word_games.__file__}:Colour"}}, "has no 'Colour'"),
@@ -59,6 +67,15 @@ def test_the_environment_gives_the_reward(tmp_path: Path) -> None:
 def test_what_is_refused_and_how(tmp_path: Path, changes: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         runs.online(runs.merge(tree(tmp_path), changes))
+
+
+def test_drop_stays_a_setting_of_the_environment(tmp_path: Path) -> None:
+    """A run that starts from the stored settings and sets another truncation learns from every episode."""
+    dropping = config(tmp_path, environment={"truncation": "drop"})
+    stored = dropping.model_dump(mode="json")
+    assert stored["algorithm"]["mask_truncated"] is False
+    assert [made.algorithm.leaves_out_cut for made in (dropping, train_config(stored))] == [True, True]
+    assert not train_config(runs.merge(stored, {"environment": {"truncation": "zero"}})).algorithm.leaves_out_cut
 
 
 WHOLE_RETURNS = {"algorithm": {"preset": "grpo"}, "sampling": {"completions_per_prompt": 2}}

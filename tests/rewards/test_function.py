@@ -70,6 +70,14 @@ def test_an_eos_that_is_no_special_token_is_left_out_only_where_it_ended_the_tex
     assert decode(ended, plain).completions == [" t3 t9", " t3 t9"]
 
 
+def test_the_text_of_an_episode_is_what_the_policy_wrote() -> None:
+    """The environment's t8 and t9 are no part of it, nor the end of an action; an action that was cut has none."""
+    batch = completions_of([[5], [5], [5]], [[3, EOS, 8, 9, 4, EOS, 8], [3, EOS, 8, 4, 6], [7, EOS]])
+    turns = torch.tensor([[0, 0, -1, -1, 1, 1, -1], [0, 0, -1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0]])
+    batch = replace(batch, episode_turns=turns, finished=torch.tensor([True, False, True]))
+    assert decode(batch, tokenizer()).completions == [" t3\n t4", " t3\n t4 t6", " t7"]
+
+
 def test_the_leading_space_of_a_completion_survives(shared: Path) -> None:
     """Decoded alone, stories260K's tokens of " was a girl" lose their first space."""
     theirs = AutoTokenizer.from_pretrained(shared / "models" / "stories260K" / "hf")

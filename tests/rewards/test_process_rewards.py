@@ -26,6 +26,7 @@ from transformers import (
 
 from rlhf.algo.advantages import gae, token_rewards
 from rlhf.config.load import validate
+from rlhf.data.prompts import CONVERSATION, MESSAGES
 from rlhf.errors import ConfigError, ModelError, RewardError
 from rlhf.models.lora import quiet_peft
 from rlhf.models.step_model import load_step_model
@@ -155,6 +156,35 @@ def test_a_token_classification_model_grades_steps(tmp_path: Path) -> None:
         load_step_model(validate(ModelProcess, {**settings, "label": 2}), device=torch.device("cpu"))
     with pytest.raises(ModelError, match="no token-classification model could be loaded"):
         load_step_model(validate(ModelProcess, {**settings, "path": str(tmp_path / "no")}), device=torch.device("cpu"))
+
+
+def grade_of(prompt: str, row: Mapping[str, Any], folder: Path) -> list[float]:
+    section = validate(ModelProcess, {"type": "model", "path": str(folder), "model_separator": "two"})
+    return list(load_step_model(section, device=torch.device("cpu"))(prompt, ["good"], row))
+
+
+def test_a_model_reads_the_prompt_as_its_training_does(tmp_path: Path) -> None:
+    """Without the marks of the policy's chat template; several messages have no other text."""
+    token_classifier(tmp_path / "prm")
+    plain = grade_of("red one", {}, tmp_path / "prm")
+    marked = grade_of("blue red one two", {}, tmp_path / "prm")
+    one, two = ([{"role": "user", "content": "red one"}] * count for count in (1, 2))
+    system = [{"role": "system", "content": "blue"}, *one]
+    assert plain != marked
+    for row, expected in [
+        ({MESSAGES: one}, plain),
+        ({MESSAGES: system}, plain),
+        ({MESSAGES: one, CONVERSATION: True}, plain),
+        ({MESSAGES: two, CONVERSATION: True}, marked),
+    ]:
+        assert grade_of("blue red one two", {"prompt": "blue red one two", **row}, tmp_path / "prm") == expected
+
+
+def test_a_solution_longer_than_the_models_context_is_refused(tmp_path: Path) -> None:
+    token_classifier(tmp_path / "prm")  # whose context is 64: <bos>, 61 words, the step and its separator fill it
+    assert len(grade_of("red " * 61, {}, tmp_path / "prm")) == 1
+    with pytest.raises(RewardError, match=r"have 65 tokens, .* context is 64: lower"):
+        grade_of("red " * 62, {}, tmp_path / "prm")
 
 
 def refusal_of(path: Path) -> str:

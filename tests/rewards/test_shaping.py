@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from tiny_models import completions_of
 
 from rlhf.errors import RewardError
+from rlhf.rewards.cost import COST, REWARD
 from rlhf.rewards.environment import episode_returns
 from rlhf.rewards.shaping import ShapedReward, ShapingConfig, overlong_share
 from rlhf.training.collect import fill_failed
+from rlhf.training.rollout import cost_metrics
 from rlhf.types import Completions, Scores
 
 
@@ -61,6 +63,9 @@ def test_an_episode_whose_environment_failed_stays_at_the_mean_of_its_group() ->
     assert fill_failed(rows, Scores(values=values, parts={})).values.tolist() == pytest.approx([9, -4, 5 / 3, 0])
     alone = fill_failed(replace(rows, group_size=1), Scores(values=values, parts={}))
     assert alone.values.tolist() == pytest.approx([9, -4, 5 / 3, 0])
+    costed = Scores(values=values, parts={COST: torch.tensor([1.0, 2.0, 60.0, 3.0]), REWARD: values})
+    metrics = cost_metrics(fill_failed(rows, costed)).values()
+    assert metrics == pytest.approx({"cost/mean": 2, "cost/std": (2 / 3) ** 0.5, "lagrange/score": 5 / 3})
 
 
 def test_the_overlong_penalty_by_hand() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import completions_of
@@ -44,6 +46,14 @@ def judge(source: object, **settings: int) -> tuple[WatchingJudge, list[str]]:
     warnings: list[str] = []
     options = {"rows": 6, "every": 1, "seed": 3} | settings
     return WatchingJudge(source=source, warn=warnings.append, **options), warnings  # type: ignore[arg-type]
+
+
+def test_an_episode_whose_environment_failed_is_not_watched() -> None:
+    actions = BATCH.completion_mask & (torch.arange(20) % 10 != 3)[:, None]
+    reader = Reader()
+    watching, _ = judge(reader, rows=20)
+    watching(replace(BATCH, episode_actions=actions), Scores(values=torch.zeros(20), parts={}), 4)
+    assert sorted(reader.seen[0]) == sorted([token for token in range(3, 13) if token != 6] * 2)
 
 
 def test_it_compares_the_same_rows_before_shaping() -> None:

@@ -172,6 +172,7 @@ def test_what_no_verifier_applies_to_is_left_out() -> None:
     assert result.completions.row_ids.tolist() == [0, 1, 2, 6, 7, 8]
     assert (len(result.baselines), len(result.hinted), result.extra) == (6, 6, 3)
     assert group_centered(result.scores.values, 3).tolist() == [-1.5, 0, 1.5, -1, 0, 1]
+    assert result.graded.tolist() == [True, False, True, True, True, True]
     scored = collected(Bench({3: MIXED, 4: MIXED, 5: MIXED}), **group)
     assert leave_out_unscored(scored) is scored
     with pytest.raises(NonFiniteScores, match="no verifier applies to any completion of the step"):
