@@ -1,7 +1,8 @@
 """Environments made of tools: a class in TRL's form, or plain functions; calls are read from the policy's text.
 
-A tool is a function with type hints and a docstring. If the chat template, such as SmolLM2's, has no form of its
-own for tools, a call is one line of text, and its result comes back as the next observation:
+A tool is a function with type hints and a docstring. If the chat template has no form of its own for tools (SmolLM2's),
+or another one than Hermes' and Qwen's (Llama 3.1's), a call is one line of text, and its result comes back as the next
+observation:
 
     <tool>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool>
 """
