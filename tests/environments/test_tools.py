@@ -7,10 +7,10 @@ import json
 import random
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, TypedDict
 
 import numpy
 import pytest
@@ -77,6 +77,40 @@ def test_an_optional_argument_and_a_choice_have_the_type_of_their_values() -> No
     assert [properties[name]["type"] for name in ("top", "near", "unit", "either")] == [
         "integer", "array", "string", "string",
     ]  # fmt: skip
+
+
+class Place(TypedDict):
+    """A place."""
+
+    row: int
+
+
+def test_hints_beyond_the_plain_ones() -> None:
+    def look(
+        size: int | float, at: tuple[int, int], names: set[str], place: Place, rows: Sequence[int], x: Any
+    ) -> None:
+        """Look."""
+
+    schema = tool_of(look).schema()
+    assert schema["function"]["parameters"]["properties"] == {
+        "size": {"type": "number"},
+        "at": {"type": "array"},
+        "names": {"type": "array"},
+        "place": {"type": "object"},
+        "rows": {"type": "array"},
+        "x": {},
+    }
+    line = "look(size: number, at: array, names: array, place: object, rows: array, x): Look."
+    assert tool_guide([schema]).splitlines()[-1] == line
+
+
+def test_a_result_keeps_its_letters() -> None:
+    def count(word: str) -> dict[str, int]:
+        """Count a word."""
+        return {word: 1}
+
+    call = '<tool>{"name": "count", "arguments": {"word": "ä"}}</tool>'
+    assert FunctionTools([count]).step(call)[0] == '{"ä": 1}'
 
 
 def test_calls_are_read_from_text() -> None:
