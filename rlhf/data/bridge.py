@@ -16,9 +16,11 @@ from rlhf.data.conversation import Message, assistant_turn
 from rlhf.data.rows import BadRow
 from rlhf.data.templates import TemplateRenderer, turn_end_id
 from rlhf.data.tokenizer import Encoder
+from rlhf.environments.tools import Call, read_calls
 from rlhf.errors import ConfigError
 
 _OBSERVED = ("Probe C", "0 seen z")
+_CALL = Call("probe", {"text": "a", "number": 1})
 _ANSWERS = ("Probe A", "<think>\nsome thought\n</think>\n\nProbe B")
 CURE = (
     "Give data.chat_template the path of a Jinja file that leaves earlier turns as they were, or set "
@@ -132,13 +134,20 @@ def _refused(encoder: Encoder, problem: str) -> ConfigError:
 
 
 def writes_tools(encoder: Encoder, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the template has a form of its own for tools."""
+    """Return whether the template has a form of its own for tools, whose calls environments read in an action."""
     template = encoder.template
     if not template.turns:
         return False
     user: list[Message] = [{"role": "user", "content": "Probe Q"}]
     plain = TemplateRenderer(encoder.tokenizer, replace(template, tool_source=None))
+    function = {"name": _CALL.name, "arguments": _CALL.arguments}
+    call: Message = {**assistant_turn(""), "tool_calls": [{"type": "function", "function": function}]}
+    renderer = TemplateRenderer(encoder.tokenizer, template, tools)
     try:
-        return TemplateRenderer(encoder.tokenizer, template, tools).prompt(user) != plain.prompt(user)
+        turn = renderer.turn(user, call).text
+        is_in_prompt = renderer.prompt(user) != plain.prompt(user)
     except BadRow:
         return False
+    ids = encoder.continuation(turn)
+    action = encoder.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return is_in_prompt and read_calls(str(action)) == [_CALL]

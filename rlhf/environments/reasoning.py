@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any, ClassVar
 
 from rlhf.environments.load import Adapter, Make
+from rlhf.environments.protocol import MALFORMED
 from rlhf.errors import ConfigError, did_you_mean, install_hint
 
 
@@ -56,8 +57,16 @@ class Question:
         return str(self.data[0]["question"]), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Score the answer: the text in the last <answer> tags, or else the whole text."""
+        """Score the answer: the text in the last <answer> tags, or else the whole text.
+
+        One that the task's scoring fails to read is malformed, and worth 0.
+        """
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(action) or action.strip()
-        return "", float(self.data.score_answer(answer=answer, entry=self.data[0])), True, False, {}
+        entry = self.data[0]
+        try:
+            return "", float(self.data.score_answer(answer=answer, entry=entry)), True, False, {}
+        except Exception:  # the scoring fails to read the answer, or the task itself fails
+            self.data.score_answer(answer=str(entry["answer"]), entry=entry)
+            return "", 0.0, True, False, {MALFORMED: 1}

@@ -1,7 +1,8 @@
 """Environments made of tools: a class in TRL's form, or plain functions; calls are read from the policy's text.
 
-A tool is a function with type hints and a docstring. If the chat template, such as SmolLM2's, has no form of its
-own for tools, a call is one line of text, and its result comes back as the next observation:
+A tool is a function with type hints and a docstring. If the chat template has no form of its own for tools (SmolLM2's),
+or another one than Hermes' and Qwen's (Llama 3.1's), a call is one line of text, and its result comes back as the next
+observation:
 
     <tool>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool>
 """
@@ -22,7 +23,8 @@ CALL = re.compile(r"<tool(?:_call)?>(.*?)</tool(?:_call)?>", re.DOTALL)
 """A call in the plain-text grammar; the form of Qwen's and Hermes' templates has another tag."""
 OPENING = re.compile(r"<(tool(?:_call)?)>\s*(?:\{|\Z)")
 """The start of a call, which may be cut right behind its tag; a tag with prose behind it is no call."""
-TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
+TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", tuple: "array", dict: "object"}
+TYPES |= {set: "array", frozenset: "array", Sequence: "array", Mapping: "object"}
 GUIDE = "You may call these tools, each by a line"
 FORM = '<tool>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool>'
 RESET = "reset"
@@ -37,13 +39,13 @@ class Tool:
     name: str
     function: Callable[..., Any]
     description: str
-    parameters: Mapping[str, str]  # name -> JSON type
+    parameters: Mapping[str, str | None]  # name -> JSON type; None: any
 
     def schema(self) -> dict[str, Any]:
         """Return the tool as chat templates take it."""
         signature = inspect.signature(self.function).parameters
         required = [name for name in self.parameters if signature[name].default is inspect.Parameter.empty]
-        properties = {name: {"type": kind} for name, kind in self.parameters.items()}
+        properties = {name: {"type": kind} if kind else {} for name, kind in self.parameters.items()}
         return {
             "type": "function",
             "function": {
@@ -72,13 +74,21 @@ def tool_of(function: Callable[..., Any], name: str = "") -> Tool:
     return Tool(name, function, description, parameters)
 
 
-def _json_type(hint: Any) -> str:
-    """Return the JSON type of a hint; None beside another type is left out, and a choice has the type of its values."""
+def _json_type(hint: Any) -> str | None:
+    """Return the JSON type of a hint, None for Any.
+
+    None beside another type is left out, and a choice has the type of its values.
+    """
     origin = get_origin(hint)
+    if hint is Any:
+        return None
     if origin not in (Union, UnionType, Literal):
-        return TYPES.get(origin or hint, "string")
+        bases = getattr(origin or hint, "__mro__", ())  # a TypedDict is a dict
+        return next((TYPES[base] for base in bases if base in TYPES), "string")
     inner = [type(value) for value in get_args(hint)] if origin is Literal else get_args(hint)
     kinds = {_json_type(kind) for kind in inner if kind is not type(None)}
+    if kinds == {"integer", "number"}:
+        return "number"
     return kinds.pop() if len(kinds) == 1 else "string"
 
 
@@ -136,7 +146,7 @@ def run_call(call: Call | str, tools: Mapping[str, Tool]) -> tuple[str, bool]:
     try:
         inspect.signature(tool.function).bind(**call.arguments)
         result = tool.function(**call.arguments)
-        return result if isinstance(result, str) else json.dumps(result, default=str), True
+        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False), True
     except Exception as error:  # the policy's mistake, which it may mend
         return f"error: {type(error).__name__}: {str(error)[:LONGEST_ERROR]}", False
 
@@ -194,7 +204,7 @@ def tool_guide(schemas: Sequence[Mapping[str, Any]]) -> str:
 
 def _line(function: Mapping[str, Any]) -> str:
     properties = function["parameters"]["properties"]
-    arguments = ", ".join(f"{name}: {kind['type']}" for name, kind in properties.items())
+    arguments = ", ".join(f"{name}: {kind['type']}" if kind else name for name, kind in properties.items())
     return f"{function['name']}({arguments}): {function['description']}"
 
 

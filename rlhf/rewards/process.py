@@ -179,7 +179,7 @@ class ProcessGrader:
 
     def _checked(self, grades: Any, steps: Sequence[str]) -> list[float]:
         try:
-            values = [float(value) for value in grades]
+            values = [] if isinstance(grades, Mapping | str | bytes) else [float(value) for value in grades]
         except (TypeError, ValueError):  # nothing, or no numbers
             values = []
         if len(values) != len(steps) or not all(map(math.isfinite, values)):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import secrets
+import symtable
 from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
@@ -19,6 +21,11 @@ from rlhf.verifiers.sandbox import BubblewrapSandbox, Limits, MontySandbox, Stat
 # Its indent, its marks, and the language with the rest; ~~~ alone may underline a heading.
 FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,}(?=[ \t]*\w))(.*)")
 LANGUAGES = ("", "python", "python3", "py")
+STAR_MODULES = (
+    "bisect", "cmath", "collections", "collections.abc", "copy", "datetime", "decimal", "fractions", "functools",
+    "heapq", "itertools", "math", "operator", "random", "statistics", "string", "typing",
+)  # fmt: skip
+"""The modules of which tests may import *; this process imports them as well, to learn their names."""
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -163,25 +170,64 @@ def _without_indent(line: str, width: int) -> str:
 def make_tests(tests: object, entry_point: str | None) -> Tests:
     """Put tests into a function with a secret name, which returns a secret after them.
 
-    It calls `check(entry_point)`, and functions called test_... without arguments that the tests do not call.
+    It calls `check(entry_point)`, and functions called test_... without arguments that the tests do not call. A
+    variable of the tests is the program's too, as if they stood below it; a function or a class of theirs is their own.
 
     Raises:
-        ValueError: they are no Python code, or no assert runs, so that anything would pass.
+        ValueError: they are no Python code, or import * from an unknown module, or no assert runs, so that anything
+            would pass.
     """
     source = "\n".join(map(str, tests)) if isinstance(tests, list | tuple) else str(tests)
     secret = f"secret_{secrets.token_hex(16)}"
     try:
-        tree = ast.parse(source)
+        tree, variables = ast.parse(source), _variables(source)
     except SyntaxError as error:
         raise ValueError(f"the row's tests are no Python code: {error}") from error
+    imports = _take_imports(tree)
     calls = [f"check({entry_point})"] if entry_point else []
     calls += [f"{name}()" for name in _uncalled_tests(tree)]
     tree.body += ast.parse("\n".join(calls)).body
     _check_asserts(tree)
-    function = ast.parse(f"def check_{secret}():\n    return {secret!r}").body[0]
+    shared = f"global {', '.join(variables)}" if variables else "pass"
+    function = ast.parse(f"def check_{secret}():\n    {shared}\n    return {secret!r}").body[0]
     assert isinstance(function, ast.FunctionDef)
-    function.body = [*tree.body, *function.body]
-    return Tests(ast.unparse(ast.fix_missing_locations(function)), f"check_{secret}()", secret)
+    function.body[1:1] = tree.body
+    definition = ast.unparse(ast.fix_missing_locations(function))
+    return Tests("\n".join([*imports, definition]), f"check_{secret}()", secret)
+
+
+def _variables(source: str) -> list[str]:
+    """Return the names that a module assigns; one with an annotation may not be declared global."""
+    symbols = symtable.symtable(source, "tests", "exec").get_symbols()
+    return [s.get_name() for s in symbols if s.is_assigned() and not s.is_namespace() and not s.is_annotated()]
+
+
+def _take_imports(tree: ast.Module) -> list[str]:
+    """Take the imports out of tests that no function may have; return them as statements of a module.
+
+    Of `from math import *` these are the names that the tests use and the program does not define.
+
+    Raises:
+        ValueError: an import * is in a block, or of a module that is not known.
+    """
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    future = [node for node in nodes if node.module == "__future__"]
+    stars = [node for node in nodes if node.names[0].name == "*"]
+    tree.body = [node for node in tree.body if node not in (*future, *stars)]
+    origins: dict[str, str] = {}
+    for star in stars:
+        module = str(star.module)
+        if module not in STAR_MODULES or star in ast.walk(tree):
+            raise ValueError(f"the row's tests have `{ast.unparse(star)}`: name what they import")
+        origins |= dict.fromkeys(_names(tree).intersection(_public_names(module)), module)
+    names = (f"try:\n    {name}\nexcept NameError:\n    from {origins[name]} import {name}" for name in sorted(origins))
+    return [*map(ast.unparse, future), *names]
+
+
+def _public_names(module: str) -> list[str]:
+    """Return the names that `import *` takes from a module."""
+    names = vars(importlib.import_module(module))
+    return list(names.get("__all__", [name for name in names if not name.startswith("_")]))
 
 
 def _uncalled_tests(tree: ast.Module) -> list[str]:

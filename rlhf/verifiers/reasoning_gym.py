@@ -16,7 +16,8 @@ TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 class ReasoningGymGrader(Grader):
     """Grades by a task of reasoning-gym (Stojanovski et al. 2025): its own scoring, from 0 to 1.
 
-    The task makes the rows: `question`, `answer` and `metadata` (an object, or as JSON text).
+    The task makes the rows: `question`, `answer` and `metadata` (an object, or as JSON text). A completion that its
+    scoring fails to read grades 0.
     """
 
     argument: ClassVar[str | None] = "task"
@@ -57,8 +58,13 @@ class ReasoningGymGrader(Grader):
         def grade(completion: str, row: Row) -> float | None:
             if row.get(self.answer) is None:
                 return None
-            entry = {"question": row.get("question", row.get("prompt")), "answer": row[self.answer]}
-            return float(scorer(self._extract(completion), {**entry, "metadata": self._metadata(row)}))
+            question = row.get("question", row.get("prompt"))
+            entry = {"question": question, "answer": row[self.answer], "metadata": self._metadata(row)}
+            try:
+                return float(scorer(self._extract(completion), entry))
+            except Exception:  # the scoring fails to read the answer, or the row
+                scorer(str(row[self.answer]), entry)
+                return 0.0
 
         return grade
 

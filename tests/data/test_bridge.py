@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from chat_templates import FAMILIES
 from stored_templates import chat_template
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.bridge import Bridge, make_bridge, writes_tools
 from rlhf.data.templates import TemplateRenderer
@@ -18,7 +19,10 @@ HERMES = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for message in messages %}"
     "{% if message.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ message.content }}\n</tool_response>"
     "<|im_end|>\n"
-    "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}{% for call in message.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 KEEPS = ("chatml", "llama3", "gemma", "phi3", "mistral", "marked")
@@ -123,22 +127,61 @@ def test_without_a_template_an_observation_is_its_text() -> None:
         bridge.tokens([{"role": "user", "content": "x"}], 3)
 
 
-def test_whose_template_has_a_form_for_tools() -> None:
-    def add(a: int) -> int:
-        """Add one."""
-        return a + 1
+def add(a: int) -> int:
+    """Add one."""
+    return a + 1
 
-    tools = [tool_of(add).schema()]
+
+TOOLS = [tool_of(add).schema()]
+
+
+def test_whose_template_has_a_form_for_tools() -> None:
     qwen = FAMILIES["chatml"].tokenizer()
     qwen.chat_template = HERMES
     smollm = FAMILIES["chatml"].tokenizer()
     smollm.chat_template = chat_template("zoo/smollm2")
-    assert writes_tools(make_encoder(qwen, "auto"), tools)
-    assert not writes_tools(make_encoder(smollm, "auto"), tools)
+    assert writes_tools(make_encoder(qwen, "auto"), TOOLS)
+    assert not writes_tools(make_encoder(smollm, "auto"), TOOLS)
     native = make_bridge(make_encoder(qwen, "auto"))
     assert native.end_id is not None
     text = native.encoder.decode(native.tokens("7", native.end_id, role="tool"))
     assert "<tool_response>\n7\n</tool_response>" in text
+
+
+CALL_FORMS = {
+    "Llama 3.1": '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}',
+    "Mistral": "[TOOL_CALLS] [{{ call.function | tojson }}]",
+    "Qwen3-Coder": "<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for name, value in call.function.arguments.items() %}<parameter={{ name }}>\n{{ value }}\n"
+    "</parameter>\n{% endfor %}</function>\n</tool_call>",
+    "text as arguments": '<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson | tojson }}}</tool_call>',
+    "none": "",
+}
+
+
+def with_calls_as(form: str) -> PreTrainedTokenizerBase:
+    """Return a tokenizer whose template has tools in its prompt, and writes a call in another form than Hermes'."""
+    tokenizer = FAMILIES["chatml"].tokenizer()
+    head, rest = HERMES.split("<tool_call>")
+    tokenizer.chat_template = head + form + rest.partition("</tool_call>")[2]
+    return tokenizer
+
+
+@pytest.mark.parametrize("form", CALL_FORMS.values(), ids=CALL_FORMS.keys())
+def test_a_template_with_another_form_of_calls_than_the_reader_has_none(form: str) -> None:
+    encoder = make_encoder(with_calls_as(form), "auto")
+    assert encoder.render([{"role": "user", "content": "x"}], tools=TOOLS).prompt.startswith("<|im_start|>system\n[{")
+    assert not writes_tools(encoder, TOOLS)
+
+
+def test_a_tag_that_is_a_special_token_is_not_in_the_text_of_an_action() -> None:
+    tokenizer = FAMILIES["chatml"].tokenizer()
+    tokenizer.chat_template = HERMES
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    assert writes_tools(make_encoder(tokenizer, "auto"), TOOLS)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=True)
+    assert not writes_tools(make_encoder(tokenizer, "auto"), TOOLS)
 
 
 def test_the_templates_of_the_zoo() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from chat_templates import FAMILIES
-from test_bridge import HERMES
+from test_bridge import CALL_FORMS, HERMES, with_calls_as
 
 from rlhf.batching import extend
 from rlhf.data.prompts import encode_conversations
@@ -113,6 +113,17 @@ def test_tools_in_the_form_of_the_template() -> None:
     assert "You may call these tools" not in text
     assert "<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n" in text
     assert rows.turn_rewards.sum() == 0.0
+
+
+def test_a_right_call_counts_with_a_template_of_another_form_of_calls() -> None:
+    """The prompt asked for the template's form, which nothing reads: a right call was the final answer, with 0."""
+    encoder = make_encoder(with_calls_as(CALL_FORMS["Llama 3.1"]), "auto")
+    script = Scripted(encoder, [ADD, MULTIPLY, "42"], "<|im_end|>")
+    rows = play(encoder, script, EnvironmentConfig(target=CALCULATOR, max_turns=4), ROW)
+    text = encoder.decode(ids_of(rows))
+    assert text.startswith(f"<|im_start|>user\n{ROW['prompt']}\n\nYou may call these tools")
+    assert f"{ADD}<|im_end|>\n<|im_start|>user\n7<|im_end|>" in text
+    assert rows.turn_rewards.sum(dim=1).tolist() == [1.0, 1.0]
 
 
 class Messages:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, TypedDict
 
 import numpy
 import pytest
@@ -27,6 +28,7 @@ from rlhf.environments.protocol import (
     checked_reset,
     checked_step,
 )
+from rlhf.environments.reasoning import Question
 from rlhf.environments.textarena import Game
 from rlhf.environments.tools import FunctionTools, ToolEnvironment, read_calls, tool_guide, tool_of
 from rlhf.errors import ConfigError
@@ -75,6 +77,40 @@ def test_an_optional_argument_and_a_choice_have_the_type_of_their_values() -> No
     assert [properties[name]["type"] for name in ("top", "near", "unit", "either")] == [
         "integer", "array", "string", "string",
     ]  # fmt: skip
+
+
+class Place(TypedDict):
+    """A place."""
+
+    row: int
+
+
+def test_hints_beyond_the_plain_ones() -> None:
+    def look(
+        size: int | float, at: tuple[int, int], names: set[str], place: Place, rows: Sequence[int], x: Any
+    ) -> None:
+        """Look."""
+
+    schema = tool_of(look).schema()
+    assert schema["function"]["parameters"]["properties"] == {
+        "size": {"type": "number"},
+        "at": {"type": "array"},
+        "names": {"type": "array"},
+        "place": {"type": "object"},
+        "rows": {"type": "array"},
+        "x": {},
+    }
+    line = "look(size: number, at: array, names: array, place: object, rows: array, x): Look."
+    assert tool_guide([schema]).splitlines()[-1] == line
+
+
+def test_a_result_keeps_its_letters() -> None:
+    def count(word: str) -> dict[str, int]:
+        """Count a word."""
+        return {word: 1}
+
+    call = '<tool>{"name": "count", "arguments": {"word": "ä"}}</tool>'
+    assert FunctionTools([count]).step(call)[0] == '{"ä": 1}'
 
 
 def test_calls_are_read_from_text() -> None:
@@ -431,6 +467,43 @@ def test_reasoning_gym() -> None:
         load_environment("reasoning_gym:chain_summ", {})
     with pytest.raises(ConfigError, match="refuses them"):
         load_environment("reasoning_gym:chain_sum", {"terms": 3})
+
+
+class Board(list[dict[str, Any]]):
+    """A task of one question, whose scoring reads the answer as JSON."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__([{"question": "Which cell?", "answer": '{"cell": 3}'}])
+
+    def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
+        return float(answer == entry["answer"] or json.loads(answer)["cell"] == 3)
+
+
+@pytest.mark.parametrize("answer", ["none", "{}", "[[1, 2], [3]]", '{"cell": 1e999}', '{"cell": 3}'])
+def test_an_answer_that_a_task_cannot_read_is_worth_0(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=Board))
+    tags = SimpleNamespace(extract_answer=lambda text: None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.utils", tags)
+    host = Host(lambda: Question("board", {}))
+    host.handle(Begin(1, 5, {}))
+    reward = 1.0 if answer == '{"cell": 3}' else 0.0
+    info = {} if answer.startswith('{"cell"') else {"malformed": 1.0}
+    assert host.handle(Act(1, answer)) == StepResult("", reward, True, False, info)
+
+
+def test_a_task_that_cannot_read_its_own_answer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Board):
+        def score_answer(self, answer: str, entry: Mapping[str, Any]) -> float:
+            raise ImportError("no solver")
+
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=Broken))
+    tags = SimpleNamespace(extract_answer=lambda text: None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.utils", tags)
+    host = Host(lambda: Question("board", {}))
+    host.handle(Begin(1, 5, {}))
+    answer = host.handle(Act(1, "{}"))
+    assert isinstance(answer, Fault)
+    assert answer.reason.startswith("ImportError: no solver")
 
 
 def test_gymnasium() -> None:

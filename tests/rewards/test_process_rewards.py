@@ -97,7 +97,10 @@ def test_a_function_may_reward_each_token() -> None:
     assert rewards.tolist() == [[0, 2, 4, 6], [0, 2, 0, 0]]
 
 
-@pytest.mark.parametrize("grades", [[1.0], [1.0, float("nan")], [], None, [None, 1.0], [[1.0, 2.0], 3.0]])
+@pytest.mark.parametrize(
+    "grades",
+    [[1.0], [1.0, float("nan")], [], None, [None, 1.0], [[1.0, 2.0], 3.0], {1: 0.5, 2: 0.5}, "12", b"ab"],
+)
 def test_a_step_without_a_grade_is_an_error(grades: Any) -> None:
     batch = completions_of([[7]], [[3, 9, 5, EOS]])
     with pytest.raises(RewardError, match=r"for 2 steps .*give one finite number for each step"):

@@ -228,6 +228,68 @@ def test_asserts_that_are_called_are_tests(tests: str) -> None:
     run_tests(definition, lambda x: x + 1)
 
 
+ADD = "result = 0\ncount = 0\ndef add(a, b):\n    global count\n    count += 1\n    return a + b"
+SHARED = [
+    "assert result == 0\nresult = add(1, 2)\nassert result == 3",
+    "add = add(1, 2)\nassert add == 3",
+    "result: int = add(1, 2)\nassert result == 3",
+    "for result in range(3):\n    assert add(result, 1) == result + 1",
+    "count = 5\nassert add(1, 2) == 3\nassert count == 6",
+    "def count():\n    return 3\nassert add(1, 2) == count()",  # a helper of the tests does not replace the program's
+    "x = 3\ndef same():\n    global x\n    x += 1\nsame()\nassert add(1, 3) == x",
+]
+
+
+@BOXES
+@pytest.mark.parametrize("tests", SHARED)
+def test_a_variable_of_the_tests_is_the_programs_too(kind: str, tests: str) -> None:
+    assert box(kind).run(ADD, make_tests(tests, None)) == "passed"
+    assert box(kind).run(ADD.replace("a + b", "a + b + 1"), make_tests(tests, None)) == "failed"
+
+
+@pytest.mark.parametrize("tests", SHARED)
+def test_variables_in_cpython(tests: str) -> None:
+    made = make_tests(tests, None)
+    for program, passes in ((ADD, True), (ADD.replace("a + b", "a + b + 1"), False)):
+        assert passes_in_this_python(program, made) == passes, program
+
+
+def passes_in_this_python(program: str, made: Any) -> bool:
+    space: dict[str, Any] = {}
+    exec(program, space)
+    try:
+        exec(made.definition, space)
+        return bool(eval(made.call, space) == made.secret)
+    except (AssertionError, NameError):
+        return False
+
+
+ROOT_OF = "def f(x):\n    return x ** 0.5\ndef factorial(n):\n    return PRODUCT"
+STARS = "from typing import *\nfrom math import *\nxs: List[int] = [4]\n"
+STARS += "assert f(xs[0]) == sqrt(4)\nassert factorial(3) == 6"
+
+
+def test_tests_may_import_star() -> None:
+    """Also the program's names come first: a wrong factorial does not pass as that of math."""
+    made = make_tests(f"from __future__ import annotations\n{STARS}", None)
+    assert passes_in_this_python(ROOT_OF.replace("PRODUCT", "n * (n - 1)"), made)
+    assert not passes_in_this_python(ROOT_OF.replace("PRODUCT", "n"), made)
+    assert not passes_in_this_python(ROOT_OF.replace("PRODUCT", "6").replace("0.5", "2"), made)
+
+
+@BOXES
+def test_tests_may_import_star_in_a_sandbox(kind: str) -> None:
+    made = make_tests(STARS, None)
+    assert box(kind).run(ROOT_OF.replace("PRODUCT", "n * (n - 1)"), made) == "passed"
+    assert box(kind).run(ROOT_OF.replace("PRODUCT", "n"), made) == "failed"
+
+
+@pytest.mark.parametrize("line", ["from numpy import *", "from . import *", "if f:\n    from math import *"])
+def test_an_unknown_import_star_is_told(line: str) -> None:
+    with pytest.raises(ValueError, match=r"^the row's tests have `from .* import \*`: name what they import$"):
+        make_tests(f"{line}\nassert f(1) == 2", None)
+
+
 def run_tests(definition: str, program: Any) -> None:
     space: dict[str, Any] = {"f": program}
     exec(definition, space)

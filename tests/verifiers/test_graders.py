@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +173,24 @@ def test_names() -> None:
 )
 def test_grades(grade: object, checked: object) -> None:
     assert checked_grade(grade) == checked
+
+
+def score_json(answer: str, entry: dict[str, Any]) -> float:
+    return float(json.loads(answer)["cell"] == entry["metadata"]["cell"])
+
+
+def test_a_completion_that_a_task_cannot_read_grades_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that it cannot read is an error: even its own answer is none to the scoring."""
+    gym = ModuleType("reasoning_gym")
+    gym.__spec__ = ModuleSpec("reasoning_gym", None)
+    monkeypatch.setattr(gym, "get_score_answer_fn", lambda task: score_json, raising=False)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", SimpleNamespace(DATASETS=["board"]))
+    grade = validate(ReasoningGymGrader, settings_of("reasoning_gym:board")).start()
+    row = {"question": "Which cell?", "answer": '{"cell": 3}', "metadata": {"cell": 3}}
+    assert [grade(text, row) for text in ('{"cell": 3}', '{"cell": 2}', "{}", "no")] == [1, 0, 0, 0]
+    with pytest.raises(KeyError):
+        grade("{}", {**row, "metadata": {"row": 3}})
 
 
 def test_a_task_of_reasoning_gym() -> None:
