@@ -144,7 +144,7 @@ def calibrate_ensemble(
     """
     if config.data == "none":
         return
-    model.calibrate_members([0.0] * model.size, [1.0] * model.size)
+    model.reset_calibration()
     sides = score_pairs(
         model,
         pairs,

@@ -142,7 +142,7 @@ def calibrate(
         score = (raw - mean) / std
 
     The reference completions are spread evenly over `pairs`, at most `config.limit` of them. With data "none" the
-    model keeps its present calibration.
+    model keeps its present calibration: (0, 1) after a training.
 
     Returns:
         The (mean, std) stored in the model.
@@ -152,7 +152,7 @@ def calibrate(
     """
     if config.data == "none":
         return model.calibration
-    model.calibrate(0.0, 1.0)
+    model.reset_calibration()
     picked = spread_indices(pairs, config)
     chosen, rejected = score_pairs(model, pairs, picked, micro_batch_size=micro_batch_size, dtype=dtype)
     mean, std = reference_statistics(chosen, rejected, config)

@@ -60,7 +60,7 @@ from rlhf.section import Section
 from rlhf.suites.questions import SuiteResult
 from rlhf.tracking.metrics import format_fixed, shown_in
 from rlhf.tracking.run_folder import FolderLock, RunFolder, write_atomically
-from rlhf.tracking.same_run import check_same_run
+from rlhf.tracking.same_run import MEMBERS, check_same_run
 from rlhf.user_code import OBJECT, target_of
 
 Resume = bool | Literal["always"]
@@ -408,7 +408,7 @@ def _run_folder(wanted: Path, *, resume: bool) -> Path:
     """
     if not resume:
         return new_folder(wanted)
-    if not (wanted / "config.yaml").is_file():
+    if not (wanted / "config.yaml").is_file() and not (wanted / MEMBERS).is_dir():
         raise ConfigError(f"resume=True, but {wanted} holds no run: give the folder of the run to continue")
     return wanted
 

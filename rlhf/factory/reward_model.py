@@ -28,7 +28,13 @@ from rlhf.models.folders import MODEL, model_folder
 from rlhf.models.logprobs import FastWays, of_bodies
 from rlhf.models.lora import Dropout
 from rlhf.models.saving import save_scalar_head
-from rlhf.models.scalar_adapters import base_below, has_one_head, load_adapted, load_adapter_weights
+from rlhf.models.scalar_adapters import (
+    base_below,
+    check_trainable_heads,
+    has_one_head,
+    load_adapted,
+    load_adapter_weights,
+)
 from rlhf.models.scalar_head import EnsembleHeadModel, ScalarHeadModel, as_ensemble, load_reward_heads, load_scalar_head
 from rlhf.models.stored import store_weights
 from rlhf.runtime.device import choose_precision
@@ -185,6 +191,8 @@ def _load_model(
     lora, weights, how = config.model.lora, config.model.weights, config.ensemble
     member = how.number("head")
     seed = derive_seed(context.seed, "reward model", *(() if member is None else ("member", member)))
+    if context.resume is None:
+        check_trainable_heads(path, trust_remote_code=config.model.trust_remote_code)
     goes_on = how.size == 1 and has_one_head(path, trust_remote_code=config.model.trust_remote_code)
     new_head: HeadInit | None = None if goes_on else "normal"
     if lora is not None:
@@ -204,8 +212,10 @@ def _load_model(
         model = load_reward_heads(path, tokenizer, **settings)
     else:
         model = load_scalar_head(path, tokenizer, new_head=new_head, seed=seed, **settings)
-    if how.is_shared and (lora is not None or not context.resume):
-        model = as_ensemble(model, size=how.size, seed=seed, same_head="head" not in how.varied)
+    if lora is not None or not context.resume:
+        if how.is_shared:
+            model = as_ensemble(model, size=how.size, seed=seed, same_head="head" not in how.varied)
+        model.reset_calibration()
     if lora is not None and context.resume:
         load_adapter_weights(model, context.resume / MODEL)
     if lora is None and weights != "auto":

@@ -156,6 +156,27 @@ def has_one_head(path: str, *, trust_remote_code: bool = False) -> bool:
     return is_reward_model(config) and ensemble_size(config) == 1
 
 
+def check_trainable_heads(path: str, *, trust_remote_code: bool = False) -> None:
+    """Check that a model to train as a reward model has one head that can be trained further, or none.
+
+    Raises:
+        ModelError: it is an ensemble, a process reward model or another classifier.
+    """
+    location = locate_model(path)
+    if location.gguf is not None or has_one_head(path, trust_remote_code=trust_remote_code):
+        return
+    if location.is_adapter:
+        is_classifier = adapts_classifier(Path(location.name))
+    else:
+        config = load_model_config(path, trust_remote_code=trust_remote_code)
+        is_classifier = any("Classification" in name for name in config.architectures or [])
+    if is_classifier:
+        raise ModelError(
+            f"model.model: {path} has several heads (an ensemble's, a process reward model's or a classifier's), which "
+            "are not trained further: name the model that it was trained from, or a reward model with one head"
+        )
+
+
 def _whole(
     path: str,
     tokenizer: PreTrainedTokenizerBase,

@@ -71,6 +71,10 @@ class ScalarHeadModel(nn.Module):
         """Set the mean and standard deviation of raw scores, which are saved with the weights."""
         self.classifier.config.score_mean, self.classifier.config.score_std = mean, std
 
+    def reset_calibration(self) -> None:
+        """Make the scores the raw ones."""
+        self.calibrate(0.0, 1.0)
+
     def score_hidden(self, hidden: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape"]:
         """Compute the calibrated scores of hidden states, in float32 at least."""
         mean, std = self.calibration
@@ -354,6 +358,10 @@ class EnsembleHeadModel(ScalarHeadModel):
         """Set each member's mean and standard deviation of raw scores, which are saved with the weights."""
         assert len(means) == len(stds) == self.size
         self.classifier.config.score_mean, self.classifier.config.score_std = means, stds
+
+    def reset_calibration(self) -> None:
+        """Make every member's scores the raw ones."""
+        self.calibrate_members([0.0] * self.size, [1.0] * self.size)
 
     def member_scores(self, hidden: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape K"]:
         """Compute the calibrated scores of every member, in float32 at least."""

@@ -195,8 +195,12 @@ def holds_run(folder: RunFolder) -> bool:
 
 
 def has_trained(folder: RunFolder) -> bool:
-    """Return whether a step was taken in a folder: it has a run, or metrics of a step after the first evaluation."""
-    return holds_run(folder) or any(row["step"] > 0 for row in folder.read_metrics())
+    """Return whether a step was taken in a folder: it has a run, or metrics of a step after the first evaluation.
+
+    In the folder of an ensemble of separate reward models, a step of the first one counts.
+    """
+    first = RunFolder(folder.path / MEMBERS / "0")
+    return any(holds_run(run) or any(row["step"] > 0 for row in run.read_metrics()) for run in (folder, first))
 
 
 def changes_since(folder: RunFolder, config: TrainConfig | RewardModelConfig) -> list[Change]:

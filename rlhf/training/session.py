@@ -22,6 +22,7 @@ from rlhf.tracking.checkpoint import Checkpoints
 from rlhf.tracking.metrics import Metrics, describe
 from rlhf.tracking.progress import Progress
 from rlhf.tracking.run_folder import RunFolder
+from rlhf.tracking.same_run import MEMBERS
 from rlhf.tracking.trackers import JsonlLogger, SilentLogger, Trackers
 from rlhf.training.feed import StreamFeed
 
@@ -300,7 +301,8 @@ class Session:
 
     @property
     def _how_to_continue(self) -> str:
-        return how_to_continue(self.recorder.folder.path)
+        folder = self.recorder.folder.path
+        return how_to_continue(folder.parents[1] if folder.parent.name == MEMBERS else folder)
 
     def _is_stopped(self, stop: Interruption) -> bool:
         """Return whether a rank was asked to stop, or an alarm stops the run."""

@@ -7,6 +7,8 @@ import importlib
 import inspect
 import json
 import linecache
+import os
+import signal
 import threading
 import uuid
 from collections.abc import Mapping
@@ -199,6 +201,49 @@ def test_a_second_call_is_a_new_run_and_resume_continues(model: str, tmp_path: P
         train(resume=True, prompts=PROMPTS[1:])
     with pytest.raises(ConfigError, match="holds no run"):
         train(resume=True, folder=tmp_path / "nowhere")
+
+
+def test_a_stopped_ensemble_of_separate_reward_models_continues(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(name: str, **changes: Any) -> rlhf.RunResult:
+        options = {"ensemble": {"size": 2, "backbone": "separate"}, "steps": 3, "lr": 1e-2, "folder": tmp_path / name}
+        return rlhf.reward_model(model, PAIRS, batch={"prompts_per_step": 4}, **{**options, **changes})
+
+    def stop(step: int, metrics: Mapping[str, float]) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    whole = train("whole", quiet=True)
+    stopped = train("parts", on_step=stop)
+    assert not stopped.complete
+    told = "".join(capsys.readouterr().out.split())
+    assert f"thesamecallwithfolder='{tmp_path / 'parts'}'andresume=Truecontinues" in told
+    again = train("parts", resume=True, quiet=True)
+    assert (again.folder, again.complete) == (stopped.folder, True)
+    for member in ("members/0", "members/1"):
+        assert same_weights(whole.folder / member, again.folder / member)
+    with pytest.raises(CheckpointError, match="an ensemble of separate reward models"):
+        train("parts", resume=True, ensemble=1)
+
+
+def test_an_ensemble_that_fails_keeps_the_members_that_were_trained(model: str, tmp_path: Path) -> None:
+    def fail(step: int, metrics: Mapping[str, float]) -> None:
+        if (tmp_path / "run" / "members" / "1").is_dir():
+            raise KeyError("no such metric")
+
+    with pytest.raises(KeyError):
+        rlhf.reward_model(
+            model,
+            PAIRS,
+            ensemble={"size": 2, "backbone": "separate"},
+            steps=1,
+            batch={"prompts_per_step": 4},
+            folder=tmp_path / "run",
+            on_step=fail,
+            quiet=True,
+        )
+    assert (tmp_path / "run" / "members" / "0" / "model").is_dir()
 
 
 def defined(code: str, name: str = "score") -> Any:

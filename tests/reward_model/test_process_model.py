@@ -13,7 +13,7 @@ import torch
 from rm_cases import made_model
 from runs import make_model, ppo_tree, quiet, trained, write_rows
 from tiny_models import tokenizer
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from reward_model.steps import StepLoss
 from rlhf.api.training import run_reward_model
@@ -24,6 +24,7 @@ from rlhf.data.steps import StepEncoder, check_kinds, load_steps, read_steps
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.factory.reward_card import compute_report_card
 from rlhf.models.logprobs import Sequences
+from rlhf.models.scalar_head import load_scalar_head
 from rlhf.models.step_model import load_step_model, save_step_model
 from rlhf.rewards.process import ModelProcess
 
@@ -178,6 +179,24 @@ def test_it_learns_which_steps_are_wrong_and_reward_process_reads_it(tmp_path: P
     process = {"type": "model", "path": run, "separator": " red"}
     ppo = trained(ppo_tree(tmp_path / "ppo", reward={"process": process}), "schedule.steps=1", "eval.every=0")
     assert ppo.session.recorder.folder.read_metrics()[-1]["process/reward"] > 0
+
+
+def test_the_model_exported_from_a_calibrated_reward_model_has_the_loss_that_was_measured(tmp_path: Path) -> None:
+    settings = tree(tmp_path, schedule={"steps": 2}, eval={"every": 1})
+    text = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = load_scalar_head(str(tmp_path / "model"), text, new_head="normal")
+    model.calibrate(0.5, 0.05)
+    model.save(text, tmp_path / "rm")
+    settings["model"]["model"] = str(tmp_path / "rm")
+    assert run_reward_model(reward_model_config(settings), quiet())
+
+    grade = load_step_model(validate(ModelProcess, {"type": "model", "path": str(tmp_path / "prm")}), device=CPU)
+    losses = [
+        -math.log(right if label else 1 - right)
+        for row in solutions(40, seed=1)
+        for right, label in zip(grade(row["prompt"], row["completions"], {}), row["labels"], strict=True)
+    ]
+    assert lines(tmp_path)[-1]["eval/process_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ensembles trained in one run, on one backbone or on several; and PPO against them."""
+"""Ensembles trained in one run, on one backbone or on several; runs that start from reward models; PPO against them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 from runs import largest_difference, make_model, pairs_file, ppo_tree, quiet, trained, weights, write_rows
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.api.training import run_reward_model
 from rlhf.config.files import merge
 from rlhf.config.load import validate
 from rlhf.config.sections import RewardModelConfig
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, ModelError
 from rlhf.factory.reward_card import compute_report_card
 from rlhf.factory.reward_model import build_reward_model
 from rlhf.models.folders import member_folders
+from rlhf.models.scalar_head import as_ensemble, load_scalar_head
+from rlhf.models.step_model import save_step_model
 from rlhf.training.offline import train_offline
 
 
@@ -173,3 +175,97 @@ def test_the_report_card_is_of_the_model_as_it_was_exported(tmp_path: Path) -> N
     assert {name: card[name] for name in ("accuracy", "loss")} == {
         name: exported[name] for name in ("accuracy", "loss")
     }
+
+
+def reward_model(folder: Path, name: str, *, mean: float, std: float) -> Path:
+    """Save a reward model over folder/model, with a random head and this calibration."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = load_scalar_head(str(folder / "model"), tokenizer, new_head="normal", seed=1)
+    model.calibrate(mean, std)
+    model.save(tokenizer, folder / name)
+    return folder / name
+
+
+def loss_by_hand(model: Path, pairs: Path) -> float:
+    """The mean of -log σ(gap) over a file of pairs, for the raw scores that transformers computes."""
+    plain, tokenizer = AutoModelForSequenceClassification.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    losses = []
+    for row in map(json.loads, pairs.read_text().splitlines()):
+        raw = []
+        for side in ("chosen", "rejected"):
+            ids = tokenizer(row["prompt"]).input_ids + tokenizer(row[side]).input_ids + [tokenizer.eos_token_id]
+            with torch.no_grad():
+                raw.append(plain.score(plain.base_model(torch.tensor([ids])).last_hidden_state[0, -1]))
+        losses.append(-torch.nn.functional.logsigmoid(raw[0] - raw[1]).item())
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ensemble": 1},
+        {"ensemble": 1, "model": {"lora": {"r": 2}}},
+        {"ensemble": 2},
+        {"ensemble": {"size": 2, "backbone": "separate", "member": 1}},
+    ],
+    ids=["whole", "lora", "shared", "separate"],
+)
+def test_a_run_that_starts_from_a_calibrated_reward_model_trains_raw_scores(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    metrics, cards = [], []
+    for name, mean, std in (("raw", 0.0, 1.0), ("calibrated", 0.5, 0.05)):
+        settings = tree(tmp_path, f"rm-{name}", schedule={"steps": 2}, eval={"every": 1})
+        start = reward_model(tmp_path, name, mean=mean, std=std)
+        assert run_reward_model(config(merge(settings, {**changes, "model": {"model": str(start)}})), quiet())
+        run = tmp_path / f"rm-{name}"
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        metrics.append([{key: value for key, value in line.items() if "time" not in key} for line in lines])
+        cards.append(json.loads((run / "report_card.json").read_text()))
+    assert metrics[0] == metrics[1]
+    assert cards[0]["loss"] == cards[1]["loss"]
+    if changes == {"ensemble": 1}:
+        expected = loss_by_hand(tmp_path / "calibrated", tmp_path / "pairs-1.jsonl")
+        assert metrics[1][0]["eval/rm_loss"] == pytest.approx(expected, rel=1e-5)
+        assert cards[1]["loss"] == pytest.approx(metrics[1][-1]["eval/rm_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"model": {"lora": {"r": 2}}}], ids=["whole", "lora"])
+def test_a_run_without_calibration_exports_raw_scores_and_resumes_bitwise(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """The calibration of the model that it starts from belongs to the weights before training."""
+    settings = merge(tree(tmp_path, "whole", ensemble=1, calibration={"data": "none"}), changes)
+    settings["model"]["model"] = str(reward_model(tmp_path, "start", mean=0.5, std=0.05))
+    assert run_reward_model(config(settings), quiet())
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole" / "model").config
+    assert (exported.score_mean, exported.score_std) == (0.0, 1.0)
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "model")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-000006")
+    assert run_reward_model(config(merge(settings, {"run": {"out_dir": str(tmp_path / "parts")}})), quiet())
+    for file in ("model.safetensors", "config.json"):
+        whole, parts = ((tmp_path / name / "model" / file).read_bytes() for name in ("whole", "parts"))
+        assert whole == parts
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+@pytest.mark.parametrize("kind", ["ensemble", "process"])
+def test_heads_that_are_not_trained_further_are_refused(
+    kind: str, lora: dict[str, int] | None, size: int, tmp_path: Path
+) -> None:
+    settings = tree(tmp_path, ensemble=size, model={"lora": lora})
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = load_scalar_head(str(tmp_path / "model"), tokenizer, new_head="normal")
+    start = tmp_path / "start" / "model"
+    (tmp_path / "start" / "checkpoints").mkdir(parents=True)  # a run, whose model must not be called damaged
+    if kind == "process":
+        save_step_model(model, tokenizer, start, separator=" red")
+    else:
+        as_ensemble(model, size=3, seed=0, same_head=False).save(tokenizer, start)
+    settings["model"]["model"] = str(tmp_path / "start")
+    with pytest.raises(ModelError, match=r"several heads .*not trained further: name") as error:
+        build_reward_model(config(settings), quiet())
+    assert "damaged" not in str(error.value)
