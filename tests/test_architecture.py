@@ -227,7 +227,7 @@ def test_errors_are_caught_by_name() -> None:
     may those around an environment and a tool: their error is an answer, counted and told. A child that grades
     answers with any error of a grader; reading pushed weights, which a server that fails half way answers for. The
     thread of a transfer hands any error of vLLM's over to the one that waits. The check of a reward skips and tells a
-    row of which a verifier makes no right answer, by any error.
+    row of which a verifier makes no right answer, by any error. Tasks of reasoning-gym fail on an answer by any error.
     """
     wrong = []
     for name, path in MODULES.items():
@@ -236,7 +236,7 @@ def test_errors_are_caught_by_name() -> None:
                 caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
                 if {ast.unparse(kind) for kind in caught} & {"Exception", "BaseException"}:
                     wrong.append(name)
-    environments = [f"rlhf.environments.{name}" for name in ("host", "tools", "worker")]
+    environments = [f"rlhf.environments.{name}" for name in ("host", "reasoning", "tools", "worker")]
     assert sorted(wrong) == [
         "rlhf.api.reward_checking",
         "rlhf.data.paths",
@@ -246,4 +246,5 @@ def test_errors_are_caught_by_name() -> None:
         "rlhf.serving.nccl",
         "rlhf.tracking.trackers",
         *["rlhf.verifiers.child"] * 2,
+        "rlhf.verifiers.reasoning_gym",
     ]
