@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import largest_difference, online, ppo_tree, trained, weights
+import word_rewards
+from runs import count_words, largest_difference, online, ppo_tree, trained, weights
 
 from rlhf.algo.masked import whiten
 from rlhf.algo.moments import Moments
@@ -105,6 +107,40 @@ def test_metrics_keep_the_unit_of_the_reward(tmp_path: Path) -> None:
     rows = lines(tmp_path)
     assert all(row["score/mean"] == pytest.approx(row["score/raw"]) for row in rows)
     assert rows[0]["score/running_std"] == pytest.approx(rows[0]["score/std"], rel=1e-5)
+
+
+def squared(*, prompts: list[str], completions: list[str], references: list[Mapping[str, Any]]) -> list[float]:
+    """A cost: the square of how many words are `good`."""
+    return [score**2 for score in count_words(prompts=prompts, completions=completions, references=references)]
+
+
+COST = {"source": {"type": "function", "target": f"{__file__}:squared"}}
+COSTED = {"reward": {"cost": COST}, "algorithm": {"lagrange": {"cost_limit": 1.0, "start": 0.3, "lr": 1e-9}}}
+
+
+@pytest.mark.parametrize("preset", ["rejection_sampling", "online_dpo"])
+@pytest.mark.parametrize(("change", "multiplier"), [(NORMALIZED, 0.0), (COSTED, 0.3)])
+def test_what_is_selected_and_recorded_keeps_the_unit_of_the_reward(
+    tmp_path: Path, preset: str, change: dict[str, Any], multiplier: float
+) -> None:
+    """No two counts of words have the same s - 0.3 s^2, by which the best is chosen with a cost."""
+    groups = {"sampling": {"completions_per_prompt": 4}, "critic": {"init": "auto"}, "logging": {"samples": 64}}
+    reward = {"reward": {"source": {"type": "function", "target": f"{word_rewards.__file__}:count_words"}}}
+    once = {"batch": {"epochs": 1, "minibatches": 1}, "schedule": {"steps": 1}, "eval": {"every": 0}}
+    trained(tree_of(tmp_path, groups, reward, once, {"algorithm": {"preset": preset}}, change))
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    scores = [sample["score"] for sample in samples if sample["split"] == "train"]
+    by_prompt = [
+        sorted(scores[n : n + 4], key=lambda score: score - multiplier * score**2) for n in range(0, len(scores), 4)
+    ]
+    (row,) = lines(tmp_path)
+    assert len(scores) == 64
+    assert row["score/mean"] == pytest.approx(sum(scores) / 64, abs=1e-6)
+    if preset == "rejection_sampling":
+        assert row["kept/score"] == pytest.approx(sum(group[-1] for group in by_prompt) / 16, abs=1e-6)
+    else:
+        gaps = [group[-1] - group[0] for group in by_prompt if group[-1] != group[0]]
+        assert row["pair/score_gap"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-6)
 
 
 def test_a_minibatch_is_whitened_over_its_own_tokens(tmp_path: Path) -> None:
