@@ -171,9 +171,13 @@ def sample_records(
     step: int,
     split: str,
     limit: int,
+    has_reference: bool,
     parts: Mapping[str, torch.Tensor] | None = None,
 ) -> list[dict[str, object]]:
-    """Build the records of samples.jsonl for the first `limit` completions; prompts appear as the model reads them."""
+    """Build the records of samples.jsonl for the first `limit` completions; prompts appear as the model reads them.
+
+    The KL is None without a reference.
+    """
     sequence_kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k1").sum(dim=1)
     records: list[dict[str, object]] = []
     for row in range(min(limit, len(rollout))):
@@ -188,7 +192,7 @@ def sample_records(
                 "completion": decode(rollout.completion_ids[row, :length].tolist()),
                 "score": float(rollout.reported_scores[row]) if bool(rollout.counted[row]) else None,
                 "parts": part_record(parts or {}, row),
-                "kl": float(sequence_kl[row]),
+                "kl": float(sequence_kl[row]) if has_reference else None,
                 "length": length,
                 "finished": bool(rollout.finished[row]),
             }

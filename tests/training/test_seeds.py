@@ -143,6 +143,14 @@ def test_what_is_selected_and_recorded_keeps_the_unit_of_the_reward(
         assert row["pair/score_gap"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-6)
 
 
+def test_without_a_reference_a_record_has_no_kl(tmp_path: Path) -> None:
+    measured = {"reference": {"measure": False}, "algorithm": {"kl": {"placement": "none"}}, "eval": {"every": 1}}
+    trained(tree_of(tmp_path, measured, {"schedule": {"steps": 1}}))
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {sample["split"] for sample in samples} == {"train", "eval"}
+    assert {sample["kl"] for sample in samples} == {None}
+
+
 def test_a_minibatch_is_whitened_over_its_own_tokens(tmp_path: Path) -> None:
     run = online(tree_of(tmp_path, PER_MINIBATCH))
     collected = sample_and_score(run, 1)
