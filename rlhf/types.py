@@ -151,6 +151,7 @@ class Experience(Rollout):
     advantages: Float[Tensor, "B T"]  # zero outside the mask; hint_weights are in them
     returns: Float[Tensor, "B T"]  # the critic's target
     value_weights: Float[Tensor, "B T"] | None = None  # of hinted rows in the critic's loss. None: 1 for all
+    stale_advantages: Float[Tensor, "B T"] | None = None  # V-trace's, before whitening. None: it was not used
 
 
 @dataclass(frozen=True, kw_only=True)

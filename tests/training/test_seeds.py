@@ -28,6 +28,7 @@ from rlhf.tracking.metrics import Metrics
 from rlhf.training.annotate import annotate
 from rlhf.training.backtracking import Backtracking, halve_step
 from rlhf.training.collect import sample_and_score
+from rlhf.training.rollout import _advantage_metrics
 
 NORMALIZED = {"reward": {"shaping": {"normalize": "standardize"}}}
 ADAPTED = {"algorithm": {"policy_loss": {"adapt_to": 0.01}}}
@@ -179,6 +180,21 @@ def test_vtrace_corrects_from_the_second_step_on(tmp_path: Path) -> None:
     )
     assert first["critic/return"] == pytest.approx(second["critic/return"], abs=1e-6)  # the policy sampled it itself
     assert largest_difference(weights(plain.models.policy), weights(corrected.models.policy)) > 1e-5
+
+
+def test_the_metrics_of_advantages_are_of_v_trace_before_whitening(tmp_path: Path) -> None:
+    measured = []
+    for whitens in (True, False):
+        run = online(tree_of(tmp_path, {"algorithm": {"advantage": {"whiten": whitens}}}))
+        collected = sample_and_score(run, 1)
+        assert collected is not None
+        rollout = annotate(run, collected)
+        older = replace(rollout, sampler_logprobs=rollout.logprobs + torch.linspace(-1, 1, len(rollout))[:, None])
+        experience = compute_advantages(older, run.algorithm, run.coefs, ratio_cap=1.0, trace_cap=0.5)
+        measured.append(_advantage_metrics(experience, run.algorithm).values())
+        run.session.recorder.close()
+    assert measured[0] == pytest.approx(measured[1])
+    assert {"advantage/mean", "advantage/std", "advantage/p05", "advantage/p95"} == measured[0].keys()
 
 
 def test_half_of_a_step_by_hand() -> None:
