@@ -392,8 +392,23 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
         ("sampling.correction", config.sampling.corrects and not algorithm.reads_weights, unweighted),
         (
             "overlap.ratio_cap",
-            "ratio_cap" in _changed_fields(config.overlap) and not algorithm.reads_weights,
+            "ratio_cap" in _changed_fields(config.overlap) and config.overlap.ahead and not algorithm.reads_weights,
             unweighted,
+        ),
+        (
+            "overlap.ratio_cap",
+            "ratio_cap" in _changed_fields(config.overlap) and not config.overlap.ahead,
+            "overlap.ahead is false",
+        ),
+        (
+            "algorithm.target_kl",
+            algorithm.target_kl is not None and config.batch.epochs * config.batch.minibatches == 1,
+            "a step has one update, after which no other is left out",
+        ),
+        (
+            "reward.shaping.overlong_penalty",
+            "overlong_penalty" in _changed_fields(config.reward.shaping) and config.reward.shaping.overlong_buffer == 0,
+            "reward.shaping.overlong_buffer is 0",
         ),
         (
             "teacher.dtype",
@@ -401,6 +416,7 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
             "the teacher is the reference, which computes in policy.dtype",
         ),
         ("data.sft", "sft" in _changed_fields(config.data) and algorithm.ptx_coef == 0, "algorithm.ptx_coef is 0"),
+        ("algorithm.kl.coef", _is_unplaced(algorithm) and not is_pair_loss, "algorithm.kl.placement is none"),
         (
             "algorithm.kl",
             kl_is_set and is_pair_loss,
@@ -416,7 +432,6 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
     )
 
 
-        ("algorithm.kl.coef", _is_unplaced(algorithm) and not is_pair_loss, "algorithm.kl.placement is none"),
 def _unread_holdout(data: DataConfig, name: str) -> list[tuple[str, str]]:
     """List data.holdout if no rows of the data set of this name can be held out by it."""
     if data.holdout is None or getattr(data, name) is None or getattr(data, f"eval_{name}") is not None:

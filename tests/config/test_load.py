@@ -414,6 +414,13 @@ def test_an_adaptive_controller_from_the_command_line() -> None:
             "sampling.correction is set, but policy_loss.type=distill reads no advantages",
         ),
         ("distill", {"teacher": {"model": "t"}, "overlap": {"ahead": True, "ratio_cap": 3.0}}, "overlap.ratio_cap is"),
+        ("ppo", {"overlap": {"ratio_cap": 3.0}}, "overlap.ratio_cap is set, but overlap.ahead is false"),
+        (
+            "ppo",
+            {"algorithm": {"target_kl": 0.02}, "batch": {"epochs": 1}},
+            "algorithm.target_kl is set, but a step has one update",
+        ),
+        ("ppo", {"reward": {"shaping": {"overlong_penalty": 2.0}}}, "reward.shaping.overlong_penalty is set, but "),
         (
             "opd",
             {"teacher": {"model": "t", "dtype": "float64"}, "batch": {"epochs": 1}},
@@ -460,6 +467,17 @@ def test_a_prefix_cache_that_nothing_reads_is_named(environment: dict[str, Any],
     notes = unread_warnings(train_config(merge(tree, {"sampling": sampling})))
     is_named = any(note.startswith("environment.prefix_cache is set, but") for note in notes)
     assert is_named == (environment == {"max_turns": 1} or sampling == {"backend": "hf"})
+
+
+def test_a_cap_a_target_and_a_penalty_that_act_are_not_named() -> None:
+    changes = {
+        "overlap": {"ahead": True, "ratio_cap": 3.0},
+        "algorithm": {"target_kl": 0.02},
+        "batch": {"epochs": 2},
+        "reward": {"shaping": {"overlong_penalty": 2.0, "overlong_buffer": 4}},
+    }
+    named = [note.split(" is set")[0] for note in unread_warnings(train_config(merge(base(), changes)))]
+    assert not {"overlap.ratio_cap", "algorithm.target_kl", "reward.shaping.overlong_penalty"} & {*named}
 
 
 def test_what_weights_advantages_and_a_teacher_s_own_dtype_are_read() -> None:
