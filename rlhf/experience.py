@@ -47,10 +47,10 @@ def compute_advantages(
         hinted = mask & rollout.hinted[:, None]
         weights = algorithm.rescue.weights.weigh(rollout.logprobs, rollout.sampler_logprobs, hinted)
         rollout = replace(rollout, hint_weights=weights)
+    stale = None
     if ratio_cap is not None and trace_cap is not None:
-        advantages, returns = algorithm.advantage.compute_stale(
-            rollout, rewards, rho_cap=ratio_cap, trace_cap=trace_cap
-        )
+        stale, returns = algorithm.advantage.compute_stale(rollout, rewards, rho_cap=ratio_cap, trace_cap=trace_cap)
+        advantages = algorithm.advantage.whitened(stale, rollout)
     else:
         advantages, returns = checked_advantages(algorithm.advantage, rollout, rewards)
     if ratio_cap is not None and trace_cap is None:
@@ -69,6 +69,7 @@ def compute_advantages(
         advantages=torch.where(loss_mask, advantages, 0.0),
         returns=returns,
         value_weights=_value_weights(rollout, algorithm),
+        stale_advantages=stale,
     )
 
 

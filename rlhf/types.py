@@ -123,7 +123,7 @@ class Scores:
 class Rollout(Completions):
     """Completions with their scores, log-probabilities and values, all computed before any update."""
 
-    scores: Float[Tensor, " B"]  # one per completion, after shaping
+    scores: Float[Tensor, " B"]  # one per completion, which is learned from
     baselines: Float[Tensor, " B"]  # score of the prompt's greedy completion (ReMax); zero if none was sampled
     logprobs: Float[Tensor, "B T"]  # log pi_old: the policy at the start of this step; nats
     ref_logprobs: Float[Tensor, "B T"]  # the policy's own when there is no reference: zero KL
@@ -133,6 +133,13 @@ class Rollout(Completions):
     final_values: Float[Tensor, " B"] | None = None  # V after the last action; 0 for ended rows. None: 0 for all
     process_rewards: Float[Tensor, "B T"] | None = None  # of steps, at their last tokens (reward.process); None: off
     turn_scale: float = 1.0  # see Scores.scale
+    # before reward.shaping.normalize, and before a cost was combined with them; None: as scores
+    shaped_scores: Float[Tensor, " B"] | None = None
+
+    @property
+    def reported_scores(self) -> Float[Tensor, " B"]:
+        """Return the scores that records and the metrics of scores show: after shaping, in the reward's unit."""
+        return self.scores if self.shaped_scores is None else self.shaped_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +151,7 @@ class Experience(Rollout):
     advantages: Float[Tensor, "B T"]  # zero outside the mask; hint_weights are in them
     returns: Float[Tensor, "B T"]  # the critic's target
     value_weights: Float[Tensor, "B T"] | None = None  # of hinted rows in the critic's loss. None: 1 for all
+    stale_advantages: Float[Tensor, "B T"] | None = None  # V-trace's, before whitening. None: it was not used
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ def test_completions_are_shown_without_special_tokens_and_prompts_as_they_are_re
         values=zeros,
         hinted=torch.zeros(2, dtype=torch.bool),
     )
-    records = sample_records(rollout, make_decode(tokenizer()), step=1, split="train", limit=2)
+    records = sample_records(rollout, make_decode(tokenizer()), step=1, split="train", limit=2, has_reference=True)
     assert [record["prompt"] for record in records] == ["<s> [user] t5", "t6"]
     assert [record["completion"] for record in records] == ["t7", "t8 t9"]
     assert [record["length"] for record in records] == [2, 2]

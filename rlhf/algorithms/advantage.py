@@ -104,8 +104,12 @@ class Advantage(Choice):
     def compute_stale(
         self, rollout: Rollout, rewards: Float[Tensor, "B T"], *, rho_cap: float, trace_cap: float
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-        """Compute the results of `compute` for completions of an older policy, corrected by V-trace."""
+        """Compute the results of `compute` for completions of an older policy, corrected by V-trace, not whitened."""
         raise NotImplementedError
+
+    def whitened(self, advantages: Float[Tensor, "B T"], rollout: Rollout) -> Float[Tensor, "B T"]:
+        """Whiten the advantages of a whole step, if the settings say so."""
+        return advantages
 
     def of_minibatch(self, minibatch: Experience) -> Experience:
         """Return the rows of an optimizer step, of all ranks, with the advantages that it is to use."""

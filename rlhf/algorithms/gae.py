@@ -121,13 +121,15 @@ class Gae(Advantage):
             turn_lambda=self.turn_lambda,
             final_values=rollout.final_values,
         )
-        whitens_step = self.whiten and not self._whitens_minibatches
-        return (whiten(advantages, mask, weights=rollout.hint_weights) if whitens_step else advantages), returns
+        return self.whitened(advantages, rollout), returns
 
     def compute_stale(
         self, rollout: Rollout, rewards: Float[Tensor, "B T"], *, rho_cap: float, trace_cap: float
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-        """Compute advantages and targets by rlhf.algo.advantages.vtrace, from the ratios to the policy that sampled."""
+        """Compute advantages and targets by rlhf.algo.advantages.vtrace, from the ratios to the policy that sampled.
+
+        The advantages are not whitened.
+        """
         from rlhf.algo.advantages import vtrace
         from rlhf.algo.masked import whiten
         from rlhf.algo.policy_loss import importance_ratio
@@ -135,7 +137,7 @@ class Gae(Advantage):
         mask = rollout.action_mask
         if self.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False)
-        advantages, targets = vtrace(
+        return vtrace(
             rewards,
             rollout.values,
             importance_ratio(rollout.logprobs, rollout.sampler_logprobs, mask, "token"),
@@ -145,8 +147,14 @@ class Gae(Advantage):
             rho_cap=rho_cap,
             trace_cap=trace_cap,
         )
-        whitens_step = self.whiten and not self._whitens_minibatches
-        return (whiten(advantages, mask) if whitens_step else advantages), targets
+
+    def whitened(self, advantages: Float[Tensor, "B T"], rollout: Rollout) -> Float[Tensor, "B T"]:
+        """Whiten over the tokens of the step, if asked."""
+        from rlhf.algo.masked import whiten
+
+        if not self.whiten or self._whitens_minibatches:
+            return advantages
+        return whiten(advantages, rollout.action_mask, weights=rollout.hint_weights)
 
     @property
     def _whitens_minibatches(self) -> bool:
@@ -161,9 +169,11 @@ class Gae(Advantage):
         return replace(minibatch, advantages=whiten(minibatch.advantages, minibatch.loss_mask))
 
     def before_whitening(self, experience: Experience) -> Float[Tensor, "B T"]:
-        """Compute returns - values, which whitening has scaled; zero outside the mask."""
+        """Return V-trace's advantages or returns - values, which whitening has scaled; zero outside the mask."""
         import torch
 
         if not self.whiten or self._whitens_minibatches:
             return experience.advantages
-        return torch.where(experience.loss_mask, experience.returns - experience.values, 0.0)
+        raw = experience.stale_advantages
+        raw = experience.returns - experience.values if raw is None else raw
+        return torch.where(experience.loss_mask, raw, 0.0)

@@ -137,7 +137,8 @@ class Kl(Section):
     """The KL penalty that keeps the policy close to the reference."""
 
     placement: Literal["reward", "loss", "none"] = "reward"
-    """reward: subtracted from the token rewards; loss: added to the loss; none: no penalty."""
+    """reward: subtracted from the token rewards; loss: added to the loss; none: no penalty. A preset without a penalty
+    has none until this is set; coef alone is an error there."""
     to: Literal["reference", "teacher"] = "reference"
     """teacher: the model of the section `teacher` takes the place of the reference, which is distillation by a penalty;
     coef is then the teacher's weight beside the reward."""

@@ -72,7 +72,7 @@ class BestAndWorst(Advantage):
         from rlhf.algo.masked import Mean
         from rlhf.algo.selection import best_and_worst
 
-        scores, groups = experience.scores.double(), len(experience) // experience.group_size
+        scores, groups = experience.reported_scores.double(), len(experience) // experience.group_size
         best, worst = best_and_worst(experience.scores, experience.group_size, min_gap=self.min_gap)
         return {
             "pair/count": Mean(float(len(best)), 1.0),

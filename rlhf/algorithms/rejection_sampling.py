@@ -83,5 +83,5 @@ class Best(Advantage):
         return {
             "kept/count": Mean(float(kept.sum()), 1.0),
             "kept/none": Mean(float((~kept.view(groups, -1).any(dim=1)).sum()), 1.0),
-            "kept/score": Mean.of(experience.scores.double(), kept),
+            "kept/score": Mean.of(experience.reported_scores.double(), kept),
         }

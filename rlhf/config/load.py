@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from rlhf.algorithms.online import Online
 from rlhf.algorithms.presets import PRESETS
 from rlhf.config.algorithm import algorithm_kind
 from rlhf.config.compare import BestOfNArm, CompareConfig, TrainedArm
@@ -281,7 +282,7 @@ def expand_preset(tree: Tree) -> Tree:
     name = algorithm["preset"]
     if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(f"algorithm.preset: {_not_one_of(name, PRESETS)}")
-    preset = _with_matching_value_loss(PRESETS[name]["algorithm"], algorithm)
+    preset = _with_matching_kl(_with_matching_value_loss(PRESETS[name]["algorithm"], algorithm), algorithm)
     return merge(sizes_of_preset(name), {**tree, "algorithm": merge(preset, algorithm)})
 
 
@@ -291,6 +292,30 @@ def _with_matching_value_loss(preset: Tree, algorithm: Mapping[str, Any]) -> Tre
     if advantage is None or "loss" in preset:
         return preset
     return {"value_loss": {}, **preset} if has_critic(advantage) else drop_keys(preset, ["value_loss"])
+
+
+def _with_matching_kl(preset: Tree, algorithm: Mapping[str, Any]) -> Tree:
+    """Leave the KL penalty out of a preset without one, unless `algorithm` places it: another key is not enough.
+
+    Raises:
+        ConfigError: `algorithm` sets a coefficient, but no placement.
+    """
+    given = algorithm.get("kl")
+    is_placed = get_setting(algorithm, "kl.placement") not in (None, "none")
+    if {"kl", "loss"} & preset.keys() or not isinstance(given, Mapping) or is_placed:
+        return preset
+    if given.get("coef") and "placement" not in given:
+        raise ConfigError(
+            f"algorithm.kl.coef: algorithm.preset={algorithm['preset']} has no KL penalty that the coefficient weighs: "
+            "set algorithm.kl.placement=reward too, or loss with algorithm.kl.estimator=k2 or k3, or leave it out"
+        )
+    return {**preset, "kl": {"placement": "none", "coef": 0.0}}
+
+
+def _is_unplaced(algorithm: Online) -> bool:
+    """Return whether a coefficient is set for a KL penalty that neither the settings nor their preset have."""
+    preset = PRESETS[algorithm.preset]["algorithm"] if algorithm.preset in PRESETS else {}
+    return algorithm.kl.placement == "none" and algorithm.kl.coef > 0 and "kl" not in preset
 
 
 def dump(config: Section) -> Tree:
@@ -367,8 +392,23 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
         ("sampling.correction", config.sampling.corrects and not algorithm.reads_weights, unweighted),
         (
             "overlap.ratio_cap",
-            "ratio_cap" in _changed_fields(config.overlap) and not algorithm.reads_weights,
+            "ratio_cap" in _changed_fields(config.overlap) and config.overlap.ahead and not algorithm.reads_weights,
             unweighted,
+        ),
+        (
+            "overlap.ratio_cap",
+            "ratio_cap" in _changed_fields(config.overlap) and not config.overlap.ahead,
+            "overlap.ahead is false",
+        ),
+        (
+            "algorithm.target_kl",
+            algorithm.target_kl is not None and config.batch.epochs * config.batch.minibatches == 1,
+            "a step has one update, after which no other is left out",
+        ),
+        (
+            "reward.shaping.overlong_penalty",
+            "overlong_penalty" in _changed_fields(config.reward.shaping) and config.reward.shaping.overlong_buffer == 0,
+            "reward.shaping.overlong_buffer is 0",
         ),
         (
             "teacher.dtype",
@@ -376,6 +416,7 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
             "the teacher is the reference, which computes in policy.dtype",
         ),
         ("data.sft", "sft" in _changed_fields(config.data) and algorithm.ptx_coef == 0, "algorithm.ptx_coef is 0"),
+        ("algorithm.kl.coef", _is_unplaced(algorithm) and not is_pair_loss, "algorithm.kl.placement is none"),
         (
             "algorithm.kl",
             kl_is_set and is_pair_loss,

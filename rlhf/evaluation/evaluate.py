@@ -50,7 +50,15 @@ class PolicyEvaluation:
         self, decode: Callable[[Sequence[int]], str], *, step: int, split: str, limit: int
     ) -> list[dict[str, object]]:
         """Return the records of samples.jsonl for the first `limit` completions; the score None if it is NaN."""
-        records = sample_records(self.rollout, decode, step=step, split=split, limit=limit, parts=self.scores.parts)
+        records = sample_records(
+            self.rollout,
+            decode,
+            step=step,
+            split=split,
+            limit=limit,
+            has_reference="eval/kl" in self.metrics,
+            parts=self.scores.parts,
+        )
         missing = self.scores.values.isnan().tolist()
         return [{**record, "score": None} if gone else record for record, gone in zip(records, missing, strict=False)]
 

@@ -219,7 +219,7 @@ def evaluate_model(
     """Evaluate a model on the run's held-out prompts, scored by the judge of the run.
 
     Args:
-        path: the model, None for reference.model, or without one the model that the run started from.
+        path: the model; None: the model that the run started from.
         tokenizer_from: the run or model folder whose tokenizer is used.
         with_reference: whether the KL to the run's reference is measured.
 
@@ -254,8 +254,7 @@ def evaluate_model(
 def _load_models(
     config: TrainConfig, path: str | None, tokenizer: PreTrainedTokenizerBase, engine: Engine, *, with_reference: bool
 ) -> Models:
-    start = model_folder(config.reference.model or config.policy.model)
-    subject = model_folder(path) if path else start
+    subject = model_folder(path or config.policy.model)
     policy = move_to(_load(config, subject, tokenizer), engine.device)
     models = policy_alone(policy, config.policy, engine, temperature=config.sampling.temperature)
     if with_reference:  # the one of the run: a teacher may have taken its place

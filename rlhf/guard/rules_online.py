@@ -303,7 +303,7 @@ def _rows_trained_on(config: OnlineConfig) -> int:
 
 
 def minibatch_of_one(config: OnlineConfig, facts: Facts) -> Value | None:
-    """Return the number of minibatches if each is a single row."""
+    """Return the number of minibatches if one of them is a single row."""
     minibatches = config.batch.minibatches
     return float(minibatches) if minibatches > 1 and _rows_trained_on(config) < 2 * minibatches else None
 
@@ -382,7 +382,7 @@ UPDATE_RULES = (
         runs=ONLINE,
         key="batch.minibatches",
         violation=minibatch_of_one,
-        reason="Each optimizer step sees one completion, so Adam's moments are very noisy.",
+        reason="Some or all optimizer steps see one completion, so Adam's moments are very noisy.",
         source="Schulman et al. 2017, table 3: 64; Huang et al. 2024 (N+): 512",
         fix="fewer batch.minibatches, or more batch.prompts_per_step",
     ),
@@ -392,7 +392,7 @@ UPDATE_RULES = (
         runs=ONLINE,
         key="batch.minibatches",
         violation=uneven_minibatches,
-        reason="The last minibatch is smaller but moves the weights as far, so its rows have more weight.",
+        reason="Some minibatches have a row less but move the weights as far, so their rows have more weight.",
         source="implementation detail: the loss of a minibatch is divided by its own rows",
         fix="a batch.minibatches that divides the completions of a step",
     ),

@@ -21,7 +21,14 @@ def finish_step(run: OnlineRun, step: int, rollout: Rollout, collected: Collecte
         run.session.state.score_moments = collected.score_moments
     run.session.report(metrics.values() | counts(run), tokens=live_tokens(rollout))
     if step % run.config.logging.every == 0:
-        records = sample_records(rollout, run.decode, step=step, split="train", limit=run.config.logging.samples)
+        records = sample_records(
+            rollout,
+            run.decode,
+            step=step,
+            split="train",
+            limit=run.config.logging.samples,
+            has_reference=run.models.has_reference,
+        )
         run.session.recorder.samples(records)
 
 

@@ -68,10 +68,10 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     training_rows = select_training_rows(experience, run.algorithm)  # rows, or pairs of them
     backtracking = start_backtracking(run, experience, step)
     losses = online_losses(run.models, run.objective, run.coefs)  # the policy's, then a separate critic's
-    minibatch_size = max(1, -(-len(training_rows) // batch.minibatches))
     for epoch in range(batch.epochs):
         order = row_order(run, len(training_rows), step, epoch)
-        for number, indices in enumerate(order.split(minibatch_size) if len(order) else ()):
+        minibatches = order.tensor_split(min(batch.minibatches, len(order))) if len(order) else ()
+        for number, indices in enumerate(minibatches):
             minibatch = training_rows.rows(indices.sort().values)  # keeps rows of one prompt together: they share it
             if isinstance(minibatch, Experience):  # not pairs of completions
                 minibatch = run.algorithm.advantage.of_minibatch(minibatch)

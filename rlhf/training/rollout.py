@@ -105,6 +105,7 @@ def compute_logprobs_and_values(
 
     logprobs, ref_logprobs, values = models.engine.ranks.map_rows_to_tensors(completions, work)
     final_values = _final_values(completions, values)
+    shaped = scores.parts.get(REWARD)
     if completions.has_episodes:  # the environment's tokens have no probability under the policy
         logprobs, ref_logprobs, values = (
             torch.where(completions.action_mask, tensor, 0.0) for tensor in (logprobs, ref_logprobs, values)
@@ -115,6 +116,7 @@ def compute_logprobs_and_values(
         final_values=final_values,
         scores=scores.values.to(logprobs.dtype),
         turn_scale=scores.scale,
+        shaped_scores=None if shaped is None else fill_missing(shaped.double(), completions.group_size),
         baselines=(torch.zeros_like(scores.values) if baselines is None else baselines).to(logprobs.dtype),
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,
@@ -170,9 +172,13 @@ def sample_records(
     step: int,
     split: str,
     limit: int,
+    has_reference: bool,
     parts: Mapping[str, torch.Tensor] | None = None,
 ) -> list[dict[str, object]]:
-    """Build the records of samples.jsonl for the first `limit` completions; prompts appear as the model reads them."""
+    """Build the records of samples.jsonl for the first `limit` completions; prompts appear as the model reads them.
+
+    The KL is None without a reference.
+    """
     sequence_kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, "k1").sum(dim=1)
     records: list[dict[str, object]] = []
     for row in range(min(limit, len(rollout))):
@@ -185,9 +191,9 @@ def sample_records(
                 "row": int(rollout.row_ids[row]),
                 "prompt": prompt if isinstance(prompt, str) else decode(_live_prompt(rollout, row)),
                 "completion": decode(rollout.completion_ids[row, :length].tolist()),
-                "score": float(rollout.scores[row]) if bool(rollout.counted[row]) else None,
+                "score": float(rollout.reported_scores[row]) if bool(rollout.counted[row]) else None,
                 "parts": part_record(parts or {}, row),
-                "kl": float(sequence_kl[row]),
+                "kl": float(sequence_kl[row]) if has_reference else None,
                 "length": length,
                 "finished": bool(rollout.finished[row]),
             }
@@ -218,7 +224,7 @@ def _live_prompt(rollout: Rollout, row: int) -> list[int]:
 def rollout_metrics(experience: Experience, scores: Scores, models: Models, algorithm: Online) -> Metrics:
     """Compute the metrics of a step that do not depend on its update; KLs leave out hinted completions."""
     mask, counted = experience.action_mask, experience.counted
-    values = fill_missing(scores.parts.get(REWARD, experience.scores).double(), experience.group_size)
+    values = experience.reported_scores.double()
     metrics = Metrics(
         {
             "score/mean": Mean.of(values, counted),

@@ -63,6 +63,14 @@ def test_the_table_has_every_measure(folder: Path, capsys: pytest.CaptureFixture
     assert results["pairwise"] is None
 
 
+def test_the_start_is_the_policy_s_and_not_another_reference(folder: Path) -> None:
+    start, other = (evaluated(folder, *extra) for extra in ([], [f"reference.model={folder / 'other'}"]))
+    for name in ("eval/score", "eval/length", "eval/distinct_1"):  # of the same completions
+        assert other["reference"][name] == pytest.approx(start["reference"][name])
+    assert start["reference"]["eval/kl_exact"] == pytest.approx(0.0, abs=1e-6)
+    assert other["reference"]["eval/kl_exact"] > 0.01
+
+
 @pytest.mark.parametrize(
     ("against", "name"), [("start", "eval.json"), ("..", "eval-runs.json"), (".", "eval-ppo.json")]
 )

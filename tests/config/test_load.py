@@ -10,7 +10,7 @@ import yaml
 
 from rlhf.algorithms.gae import Gae
 from rlhf.algorithms.grpo import Group
-from rlhf.algorithms.kl import AdaptiveKl
+from rlhf.algorithms.kl import AdaptiveKl, Kl
 from rlhf.algorithms.online import Online
 from rlhf.algorithms.penalty import PenaltyLoss
 from rlhf.algorithms.presets import PRESETS
@@ -238,7 +238,8 @@ def test_a_mistake_is_named(override: str, message: str | None) -> None:
             "algorithm.kl={placement: loss, estimator: k3}",
             "reads no KL penalty, but kl.placement is loss",
         ),
-        ("online_dpo", "algorithm.kl.controller.type=adaptive", "reads no KL penalty, but kl.placement is reward"),
+        ("online_dpo", "algorithm.kl.placement=reward", "reads no KL penalty, but kl.placement is reward"),
+        ("online_dpo", "algorithm.kl.controller.type=adaptive", "controller needs kl.placement to be reward or loss"),
         ("online_dpo", "algorithm.advantage.whiten=true", "algorithm.advantage.whiten: unknown key"),
         ("online_dpo", "algorithm.policy_loss.beta=1", "algorithm.policy_loss.beta: unknown key"),
         ("online_dpo", "algorithm.policy_loss.loss.beta=0", "algorithm.policy_loss.loss.beta: Input should be greater"),
@@ -310,6 +311,30 @@ def test_the_presets_that_bring_a_group_are_those_that_need_one() -> None:
     assert needing == set(GROUPED)
 
 
+UNPENALIZED = ("dr_grpo", "dapo", "cispo", "gspo", "rejection_sampling")
+
+
+@pytest.mark.parametrize("name", UNPENALIZED)
+def test_a_key_of_the_penalty_does_not_turn_it_on_in_a_preset_without_one(name: str) -> None:
+    def kl(*overrides: str) -> Kl:
+        algorithm = train_config(merge(base(preset=name), parse_overrides(overrides))).algorithm
+        assert isinstance(algorithm, Online)
+        return algorithm.kl
+
+    assert kl() == kl("algorithm.kl.estimator=k1") == kl("algorithm.kl.coef=0") == Kl(placement="none", coef=0.0)
+    assert kl("algorithm.kl.coef=0.1", "algorithm.kl.placement=reward") == Kl(placement="reward", coef=0.1)
+    assert kl("algorithm.kl.placement=reward") == Kl(placement="reward", coef=0.05)  # the section's own coefficient
+    with pytest.raises(ConfigError, match=f"algorithm.kl.coef: algorithm.preset={name} has no KL penalty"):
+        kl("algorithm.kl.coef=0.1")
+
+
+def test_a_penalty_that_a_user_turns_off_may_keep_its_coefficient() -> None:
+    config = train_config(merge(base(preset="grpo"), parse_overrides(["algorithm.kl.placement=none"])))
+    assert isinstance(config.algorithm, Online)
+    assert (config.algorithm.kl.placement, config.algorithm.kl.coef) == ("none", 0.04)
+    assert not [note for note in unread_warnings(config) if note.startswith("algorithm.kl")]
+
+
 def test_the_file_that_names_a_preset_goes_before_its_sizes() -> None:
     config = train_config(merge(base(preset="online_dpo"), {"batch": {"epochs": 2}}))
     assert (config.batch.epochs, config.sampling.completions_per_prompt) == (2, 4)
@@ -375,6 +400,11 @@ def test_an_adaptive_controller_from_the_command_line() -> None:
         ("dpo", {}, "data.sft is set, but dpo does not read it"),
         ("online_dpo", {}, "data.preferences is set, but an online algorithm does not read it"),
         ("online_dpo", {"algorithm": {"kl": {"placement": "none", "coef": 0.1}}}, "algorithm.kl is set, but the beta"),
+        (
+            "dapo",
+            {"algorithm": {"kl": {"placement": "none", "coef": 0.1}}},
+            "algorithm.kl.coef is set, but algorithm.kl",
+        ),
         ("rejection_sampling", {"critic": {"lr": 1.0}}, "critic is set, but advantage.type=best has no critic"),
         ("cdpo", {"data": {"eval_prompts": {"path": "e"}}}, "data.eval_prompts is set, but eval.source, the judge"),
         ("online_dpo", {"sampling": {"correction": "token_mask"}}, "sampling.correction is set, but policy_loss.type"),
@@ -384,6 +414,13 @@ def test_an_adaptive_controller_from_the_command_line() -> None:
             "sampling.correction is set, but policy_loss.type=distill reads no advantages",
         ),
         ("distill", {"teacher": {"model": "t"}, "overlap": {"ahead": True, "ratio_cap": 3.0}}, "overlap.ratio_cap is"),
+        ("ppo", {"overlap": {"ratio_cap": 3.0}}, "overlap.ratio_cap is set, but overlap.ahead is false"),
+        (
+            "ppo",
+            {"algorithm": {"target_kl": 0.02}, "batch": {"epochs": 1}},
+            "algorithm.target_kl is set, but a step has one update",
+        ),
+        ("ppo", {"reward": {"shaping": {"overlong_penalty": 2.0}}}, "reward.shaping.overlong_penalty is set, but "),
         (
             "opd",
             {"teacher": {"model": "t", "dtype": "float64"}, "batch": {"epochs": 1}},
@@ -430,6 +467,17 @@ def test_a_prefix_cache_that_nothing_reads_is_named(environment: dict[str, Any],
     notes = unread_warnings(train_config(merge(tree, {"sampling": sampling})))
     is_named = any(note.startswith("environment.prefix_cache is set, but") for note in notes)
     assert is_named == (environment == {"max_turns": 1} or sampling == {"backend": "hf"})
+
+
+def test_a_cap_a_target_and_a_penalty_that_act_are_not_named() -> None:
+    changes = {
+        "overlap": {"ahead": True, "ratio_cap": 3.0},
+        "algorithm": {"target_kl": 0.02},
+        "batch": {"epochs": 2},
+        "reward": {"shaping": {"overlong_penalty": 2.0, "overlong_buffer": 4}},
+    }
+    named = [note.split(" is set")[0] for note in unread_warnings(train_config(merge(base(), changes)))]
+    assert not {"overlap.ratio_cap", "algorithm.target_kl", "reward.shaping.overlong_penalty"} & {*named}
 
 
 def test_what_weights_advantages_and_a_teacher_s_own_dtype_are_read() -> None:

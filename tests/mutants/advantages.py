@@ -200,8 +200,8 @@ ADVANTAGES = [
     Mutant(
         name="returns-of-whitened-advantages",
         file="rlhf/algorithms/gae.py",
-        before="weights=rollout.hint_weights) if whitens_step else advantages), returns",
-        after="weights=rollout.hint_weights) if whitens_step else advantages), whiten(returns, mask)",
+        before="return self.whitened(advantages, rollout), returns",
+        after="return self.whitened(advantages, rollout), whiten(returns, mask)",
         why="the critic learns whitened targets",
         tests=("tests/algo/test_objective.py",),
     ),

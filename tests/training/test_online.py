@@ -19,6 +19,7 @@ from rlhf.sampling.fast.kv_cache import UnsupportedModel
 from rlhf.training.losses import DemonstrationLoss
 from rlhf.training.online import train
 from rlhf.training.online_run import OnlineRun, row_order
+from rlhf.training.step import optimizer_step
 from rlhf.types import Completions, Demonstrations, Scores
 
 GROUPS: dict[str, Any] = {
@@ -83,6 +84,23 @@ def test_a_group_that_does_not_tie_moves_the_policy(tmp_path: Path) -> None:
     assert largest_difference(weights(run.models.policy), before) > 1e-3
     assert lines(run)[-1]["policy/optimizer_steps"] == 4.0
     assert lines(run)[-1]["skipped/zero_gradient"] == 0.0
+
+
+@pytest.mark.parametrize(("minibatches", "sizes"), [(8, [2, 2, 1, 1, 1, 1, 1, 1]), (5, [2] * 5), (3, [4, 3, 3])])
+def test_a_step_has_as_many_minibatches_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minibatches: int, sizes: list[int]
+) -> None:
+    dealt: list[int] = []
+
+    def counted(parts: Any, *arguments: Any, **settings: Any) -> Any:
+        dealt.append(len(parts[0].batch))
+        return optimizer_step(parts, *arguments, **settings)
+
+    monkeypatch.setattr("rlhf.training.online.optimizer_step", counted)
+    sized = {"batch": {"prompts_per_step": 10, "epochs": 1, "minibatches": minibatches}, "eval": {"every": 0}}
+    run = trained(ppo_tree(tmp_path, **sized), "schedule.steps=1")
+    assert dealt == sizes
+    assert lines(run)[-1]["policy/optimizer_steps"] == minibatches
 
 
 def test_without_shuffling_minibatches_are_the_same_in_every_epoch_and_step(tmp_path: Path) -> None:

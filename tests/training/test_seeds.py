@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import largest_difference, online, ppo_tree, trained, weights
+import word_rewards
+from runs import count_words, largest_difference, online, ppo_tree, trained, weights
 
 from rlhf.algo.masked import whiten
 from rlhf.algo.moments import Moments
@@ -26,6 +28,7 @@ from rlhf.tracking.metrics import Metrics
 from rlhf.training.annotate import annotate
 from rlhf.training.backtracking import Backtracking, halve_step
 from rlhf.training.collect import sample_and_score
+from rlhf.training.rollout import _advantage_metrics
 
 NORMALIZED = {"reward": {"shaping": {"normalize": "standardize"}}}
 ADAPTED = {"algorithm": {"policy_loss": {"adapt_to": 0.01}}}
@@ -107,6 +110,48 @@ def test_metrics_keep_the_unit_of_the_reward(tmp_path: Path) -> None:
     assert rows[0]["score/running_std"] == pytest.approx(rows[0]["score/std"], rel=1e-5)
 
 
+def squared(*, prompts: list[str], completions: list[str], references: list[Mapping[str, Any]]) -> list[float]:
+    """A cost: the square of how many words are `good`."""
+    return [score**2 for score in count_words(prompts=prompts, completions=completions, references=references)]
+
+
+COST = {"source": {"type": "function", "target": f"{__file__}:squared"}}
+COSTED = {"reward": {"cost": COST}, "algorithm": {"lagrange": {"cost_limit": 1.0, "start": 0.3, "lr": 1e-9}}}
+
+
+@pytest.mark.parametrize("preset", ["rejection_sampling", "online_dpo"])
+@pytest.mark.parametrize(("change", "multiplier"), [(NORMALIZED, 0.0), (COSTED, 0.3)])
+def test_what_is_selected_and_recorded_keeps_the_unit_of_the_reward(
+    tmp_path: Path, preset: str, change: dict[str, Any], multiplier: float
+) -> None:
+    """No two counts of words have the same s - 0.3 s^2, by which the best is chosen with a cost."""
+    groups = {"sampling": {"completions_per_prompt": 4}, "critic": {"init": "auto"}, "logging": {"samples": 64}}
+    reward = {"reward": {"source": {"type": "function", "target": f"{word_rewards.__file__}:count_words"}}}
+    once = {"batch": {"epochs": 1, "minibatches": 1}, "schedule": {"steps": 1}, "eval": {"every": 0}}
+    trained(tree_of(tmp_path, groups, reward, once, {"algorithm": {"preset": preset}}, change))
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    scores = [sample["score"] for sample in samples if sample["split"] == "train"]
+    by_prompt = [
+        sorted(scores[n : n + 4], key=lambda score: score - multiplier * score**2) for n in range(0, len(scores), 4)
+    ]
+    (row,) = lines(tmp_path)
+    assert len(scores) == 64
+    assert row["score/mean"] == pytest.approx(sum(scores) / 64, abs=1e-6)
+    if preset == "rejection_sampling":
+        assert row["kept/score"] == pytest.approx(sum(group[-1] for group in by_prompt) / 16, abs=1e-6)
+    else:
+        gaps = [group[-1] - group[0] for group in by_prompt if group[-1] != group[0]]
+        assert row["pair/score_gap"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-6)
+
+
+def test_without_a_reference_a_record_has_no_kl(tmp_path: Path) -> None:
+    measured = {"reference": {"measure": False}, "algorithm": {"kl": {"placement": "none"}}, "eval": {"every": 1}}
+    trained(tree_of(tmp_path, measured, {"schedule": {"steps": 1}}))
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {sample["split"] for sample in samples} == {"train", "eval"}
+    assert {sample["kl"] for sample in samples} == {None}
+
+
 def test_a_minibatch_is_whitened_over_its_own_tokens(tmp_path: Path) -> None:
     run = online(tree_of(tmp_path, PER_MINIBATCH))
     collected = sample_and_score(run, 1)
@@ -135,6 +180,21 @@ def test_vtrace_corrects_from_the_second_step_on(tmp_path: Path) -> None:
     )
     assert first["critic/return"] == pytest.approx(second["critic/return"], abs=1e-6)  # the policy sampled it itself
     assert largest_difference(weights(plain.models.policy), weights(corrected.models.policy)) > 1e-5
+
+
+def test_the_metrics_of_advantages_are_of_v_trace_before_whitening(tmp_path: Path) -> None:
+    measured = []
+    for whitens in (True, False):
+        run = online(tree_of(tmp_path, {"algorithm": {"advantage": {"whiten": whitens}}}))
+        collected = sample_and_score(run, 1)
+        assert collected is not None
+        rollout = annotate(run, collected)
+        older = replace(rollout, sampler_logprobs=rollout.logprobs + torch.linspace(-1, 1, len(rollout))[:, None])
+        experience = compute_advantages(older, run.algorithm, run.coefs, ratio_cap=1.0, trace_cap=0.5)
+        measured.append(_advantage_metrics(experience, run.algorithm).values())
+        run.session.recorder.close()
+    assert measured[0] == pytest.approx(measured[1])
+    assert {"advantage/mean", "advantage/std", "advantage/p05", "advantage/p95"} == measured[0].keys()
 
 
 def test_half_of_a_step_by_hand() -> None:
