@@ -187,21 +187,25 @@ def test_the_suites_on_the_models_of_json() -> None:
     assert all(model["xstest"]["figures"]["refused_safe"]["value"] == 0 for model in models.values())
 
 
+COLUMNS = [
+    ("ifeval", "prompt_strict"),
+    ("blimp", "accuracy"),
+    ("harmful", "refused"),
+    ("xstest", "refused_safe"),
+    ("toxicity", "toxic"),
+]
+
+
 def test_the_suites_on_the_models_of_detox() -> None:
     models, seen = read("alignment_detox.json")["models"], set()
     names = {"SFT on 800 rewrites, the start": "start", "GRPO, its KL in the reward": "grpo_kl_in_reward"}
-    columns = [
-        ("ifeval", "prompt_strict"),
-        ("blimp", "accuracy"),
-        ("harmful", "refused"),
-        ("xstest", "refused_safe"),
-        ("toxicity", "toxic"),
-    ]
-    for row in rows(page("docs/experiments/detox.md").split("### What else")[1].split("### The same chain")[0]):
+    for row in rows(
+        page("docs/experiments/detox.md").split("### What else")[1].split("arms were trained once more")[0]
+    ):
         if len(row) != 6 or row[0].startswith("%"):
             continue
         arm = names.get(row[0], row[0].lower())
-        for cell, (suite, name) in zip(row[1:], columns, strict=True):
+        for cell, (suite, name) in zip(row[1:], COLUMNS, strict=True):
             figure = models[f"{arm}-seed-0"][suite]["figures"][name]
             assert wrong(numbers(cell), [100 * figure[key] for key in ("value", "low", "high")]) == [], row
         seen.add(f"{arm}-seed-0")
@@ -216,6 +220,40 @@ def test_the_suites_on_the_models_of_detox() -> None:
         (told,) = re.findall(pattern, one_line)
         gain = models[f"{arm}-seed-0"][suite]["gains"][name]
         assert wrong(numbers(told), [-100 * gain[key] for key in ("value", "high", "low")]) == [], pattern
+
+
+def test_the_suites_on_the_other_models_of_detox() -> None:
+    models, seen = read("alignment_detox_more.json")["models"], set()
+    names = {"SFT on 800 rewrites, the start": "start", "DPO, pairs of the start's samples": "dpo_sampled"}
+    figures = [("detox", "j"), *COLUMNS]
+    section = page("docs/experiments/detox.md").split("arms were trained once more")[1].split("### The same chain")[0]
+    for row in rows(section):
+        if len(row) != 7 or row[0].startswith("%"):
+            continue
+        model = f"{names.get(row[0], row[0].replace(' ', '_').lower())}-seed-0"
+        for cell, (suite, name) in zip(row[1:], figures, strict=True):
+            figure = models[model][suite]["figures"][name]
+            scale, shown = (1, cell.replace(".", "0.")) if suite == "detox" else (100, cell)
+            assert wrong(numbers(shown), [scale * figure[key] for key in ("value", "low", "high")]) == [], row
+        seen.add(model)
+    assert seen == set(models)
+    one_line = " ".join(section.split())
+    for pattern, arm, suite, name, scale in (
+        (r"less\*\*: (.*?\]) points fewer", "online_dpo", "ifeval", "prompt_strict", -100),
+        (r"and (\S+ \[[^\]]*\]) after rejection", "rejection_sampling", "ifeval", "prompt_strict", -100),
+        (r"sampled pairs (\S+ \[[^\]]*\]), whose", "dpo_sampled", "ifeval", "prompt_strict", -100),
+        (r"harmful requests\*\*, (.*?\]) points", "online_dpo", "harmful", "refused", -100),
+        (r"J gains (.*?\]) by online", "online_dpo", "detox", "j", 1),
+        (r"DPO, (\S+ \[[^\]]*\]) by DPO on", "dpo_sampled", "detox", "j", 1),
+        (r"and (\S+ \[[^\]]*\]) by rejection", "rejection_sampling", "detox", "j", 1),
+    ):
+        (told,) = re.findall(pattern, one_line)
+        gain = models[f"{arm}-seed-0"][suite]["gains"][name]
+        ends = ("value", "high", "low") if scale < 0 else ("value", "low", "high")
+        shown = told if scale < 0 else told.replace(".", "0.")
+        assert wrong(numbers(shown), [scale * gain[key] for key in ends]) == [], pattern
+    distances = [models[f"{arm}-seed-0"]["kl"] for arm in ("online_dpo", "dpo_sampled", "rejection_sampling")]
+    assert wrong(["7", "10"], [min(distances), max(distances)]) == []
 
 
 def test_what_pages_say_of_json_on_a_gpu() -> None:
