@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol, TextIO, runtime_checkable
+from typing import BinaryIO, Protocol, runtime_checkable
 
 import torch
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.text import Text
 
@@ -79,16 +81,18 @@ def write_samples(
     key = derive_seed(options.seed, "sample")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("a+", encoding="utf-8") as file:
+        with _alone(part), part.open("a+b") as file:
             batches = _whole_batches(file, PROMPTS_AT_ONCE * options.count)
             if batches:
                 console.print(Text(f"going on from {sum(map(len, batches)):,} completions in {part}"), soft_wrap=True)
             for batch in islice(prompts.batches(PROMPTS_AT_ONCE), len(batches), None):
                 samples = completer.sampler.sample(batch, key=key, group_size=options.count, greedy=options.greedy)
                 batches.append([*_lines(completer, batch, samples, options.count)])
-                file.writelines(batches[-1])
+                file.writelines(line.encode() for line in batches[-1])
                 file.flush()
-        part.replace(out)
+            if out.exists():
+                raise UserError(f"{out} is there by now: the completions are in {part}")
+            part.replace(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}") from error
     rows = [json.loads(line) for batch in batches for line in batch]
@@ -99,13 +103,29 @@ def write_samples(
     )
 
 
-def _whole_batches(file: TextIO, rows: int) -> list[list[str]]:
+@contextmanager
+def _alone(part: Path) -> Iterator[None]:
+    """Keep other processes from writing the same file.
+
+    Raises:
+        UserError: another one does.
+    """
+    lock = part.with_name(f"{part.name}.lock")
+    try:
+        with FileLock(lock, blocking=False):
+            yield
+    except Timeout:
+        raise UserError(f"another process writes {part}: wait for it, or name another --out") from None
+    lock.unlink(missing_ok=True)
+
+
+def _whole_batches(file: BinaryIO, rows: int) -> list[list[str]]:
     """Read the batches of `rows` lines that an interrupted call wrote, and remove what follows them from the file."""
     file.seek(0)
-    lines = [line for line in file if line.endswith("\n")]
+    lines = [line for line in file if line.endswith(b"\n")]  # the last may be cut within a character
     batches = [lines[start : start + rows] for start in range(0, len(lines) - rows + 1, rows)]
-    file.truncate(len("".join(chain(*batches)).encode()))
-    return batches
+    file.truncate(sum(map(len, chain(*batches))))
+    return [[line.decode() for line in batch] for batch in batches]
 
 
 def _lines(completer: Completer, prompts: Prompts, samples: Completions, count: int) -> Iterator[str]:

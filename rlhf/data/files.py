@@ -274,7 +274,9 @@ def arrow_row(row: Mapping[str, object]) -> dict[str, object]:
 
 def given_rows(rows: Iterable[Any]) -> Iterable[Any]:
     """Return rows that are given as objects as they are; of a data set of `datasets`, each as `arrow_row`."""
-    return map(arrow_row, rows) if hasattr(rows, "column_names") else rows
+    if not hasattr(rows, "column_names"):
+        return rows
+    return (arrow_row(row) if isinstance(row, Mapping) else row for row in rows)
 
 
 def _without_nulls(value: object) -> object:

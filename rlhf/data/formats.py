@@ -331,8 +331,8 @@ def text_prompt(values: Values, *, turns: bool) -> PromptText:
 
 def labelled(values: Values, *, turns: bool, demo: Callable[..., DemoText]) -> LabelledText:
     """Read a demonstration with a `label`: true if it is desirable."""
-    demonstration = demo(values, turns=turns)
     label = _parse_label(values.get("label"))
+    demonstration = demo(values if label else {**values, "finished": None}, turns=turns)  # a bad one may be cut
     return LabelledText(demonstration.prompt, demonstration.completion, label, demonstration.tools, demonstration.turns)
 
 

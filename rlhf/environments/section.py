@@ -58,7 +58,7 @@ class EnvironmentConfig(Section):
     truncation: Literal["zero", "bootstrap", "drop"] = "zero"
     """The value after the last action of an episode that a limit ended (turns, tokens, the environment's own). zero: as
     if the task were over; bootstrap: the critic's value of the last observation; drop: these episodes are left out of
-    the loss, and no others (algorithm.mask_truncated)."""
+    the loss, and no others."""
 
     lint_rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

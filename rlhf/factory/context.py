@@ -470,7 +470,7 @@ def _resume_messages(context: RunContext, versions: Sequence[str], total_steps: 
     allowed = [change for change in context.changed if change.is_allowed]
     if context.is_other_run:
         messages.append(
-            f"warning: checkpoint.resume=always: from step {step + 1} on other settings train the weights of this "
+            f"warning: by checkpoint.resume=always other settings train, from step {step + 1} on, the weights of this "
             f"checkpoint: {list_changes(other) or 'they changed after it was saved'}. Weights, optimizer moments and "
             "step count are kept; the KL coefficient, the best checkpoint and completions sampled ahead begin again"
         )
@@ -520,7 +520,9 @@ def uneven_epochs(epochs: float, steps: int, size: int, *, rows: int) -> str:
         effect = f"{abs(extra):,} of {rows:,} rows are read once {'more' if extra > 0 else 'less'}"
     else:
         effect = f"{rows:,} rows are read {read / rows:.1f} times each"
-    ways = [f"batch.prompts_per_step={n}" for n in range(even, even // 2, -1) if rows % n == 0][:1]
+    helps = float(epochs).is_integer() or (epochs < 1 and size > rows)
+    sizes = [n for n in range(even, even // 2, -1) if rows % n == 0 and n != size] if helps else []
+    ways = [f"batch.prompts_per_step={n}" for n in sizes[:1]]
     ways += [f"schedule.steps={steps + 1}"] if read < rows else []
     advice = f"; {' or '.join(ways)} reads {'all' if read < rows else 'each equally often'}" if ways else ""
     return f"schedule.epochs={epochs:g} is {steps:,} step{'s' * (steps > 1)} of {size:,} rows: {effect}{advice}"

@@ -172,8 +172,8 @@ def check_trainable_heads(path: str, *, trust_remote_code: bool = False) -> None
         is_classifier = any("Classification" in name for name in config.architectures or [])
     if is_classifier:
         raise ModelError(
-            f"model.model: {path} has several heads (an ensemble's, a process reward model's or a classifier's), which "
-            "are not trained further: name the model that it was trained from, or a reward model with one head"
+            f"model.model: {path} is an ensemble, a process reward model or another classifier, whose heads are "
+            "not trained further: name the model that it was trained from, or a reward model with one head"
         )
 
 

@@ -174,7 +174,7 @@ def decode(completions: Completions, tokenizer: BatchDecoder) -> Texts:
     """
     prompt_ids, completion_ids = unpadded_ids(completions)
     actions = [
-        [(prompt + ids[:start], ids[start : end - ended]) for start, end in spans]
+        [((prompt + ids[:start])[-BEFORE:] if start else prompt, ids[start : end - ended]) for start, end in spans]
         for prompt, ids, spans, ended in zip(
             prompt_ids, completion_ids, _action_spans(completions), completions.finished.tolist(), strict=True
         )
@@ -186,6 +186,9 @@ def decode(completions: Completions, tokenizer: BatchDecoder) -> Texts:
         completions=["\n".join(islice(texts, len(row))) for row in actions],
         references=references,
     )
+
+
+BEFORE = 32  # tokens before a later action that are decoded with it: enough for a character that the seam splits
 
 
 def _action_spans(completions: Completions) -> list[list[tuple[int, int]]]:

@@ -157,7 +157,7 @@ completion/duplicates | share    | completions identical to a completion of anot
     chart/completions: 12 Duplicates in a step
 prompt/duplicates     | share    | prompts identical to another prompt of the step
     chart/completions: 12
-completion/masked     | share    | completions excluded from the loss: cut off (mask_truncated) or in uniform groups
+completion/masked     | share    | completions excluded from the loss: cut off (and left out) or in uniform groups
 kl/old                | nats     | KL(old policy || policy) per sampled token during the update
     chart/updates: 2 KL(old || new)
 kl/old_last           | nats     | KL(old policy || policy) per token on the step's last minibatch; steers ppo_penalty

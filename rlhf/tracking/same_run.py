@@ -241,6 +241,8 @@ def _changed_settings(folder: RunFolder, config: TrainConfig | RewardModelConfig
         known, now = flattened_config(folder.read_config()), flattened_config(new)
         both = [key for key in known if key in now]
         return changes({key: known[key] for key in both}, {key: now[key] for key in both})
+    if all((tree.get("environment") or {}).get("truncation") == "drop" for tree in (old, new)):
+        old["algorithm"]["mask_truncated"] = new["algorithm"]["mask_truncated"]  # earlier versions derived it
     own = {str(old["run"]["out_dir"]): str(new["run"]["out_dir"])}
     return changes(_moved(old, own), new)
 

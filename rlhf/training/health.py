@@ -202,6 +202,8 @@ class BestKeeper:
         """
         name, values = self._values()
         before = self.state.best
+        if name == "accuracy" and before is not None and not {*before.values} <= {0.0, 0.5, 1.0, None}:
+            before = None  # an earlier version kept KTO's best by another measure
         self.state.best, gain = self._ranks.from_main(next_best(before, values, step, self.config.confidence))
         if self.state.best.step == step and self.state.best.since == 0:
             self._keep(step, name, [value for value in values if value is not None], gain)

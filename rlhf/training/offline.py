@@ -235,7 +235,7 @@ def rounding_of(logprobs: Float[Tensor, " B"], lengths: Tensor, dtype: torch.dty
 
 def wins_of(gaps: Float[Tensor, " B"], rounding: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
     """Return 1 for a gap above 0, 0 for one below, and 1/2 for a tie: a gap within `rounding`."""
-    return torch.where(gaps.abs() <= rounding, 0.5, torch.heaviside(gaps, gaps))
+    return torch.where(gaps.abs() <= rounding, 0.5, torch.heaviside(gaps, torch.full_like(gaps, 0.5)))
 
 
 def _sides(pairs: AnnotatedPairs, rows: Demonstrations, logprobs: Float[Tensor, "B2 T"]) -> tuple[Side, Side]:

@@ -55,6 +55,8 @@ class WatchingJudge:
         order = torch.randperm(len(completions), generator=generator(self.seed, "watch", step))
         index = order[completions.counted[order]][: self.rows].sort().values
         metrics = Metrics()
+        if not len(index):
+            return metrics
         try:
             watched = self.source(_ungrouped(completions, index)).values
         except RewardError as error:

@@ -171,7 +171,8 @@ def make_tests(tests: object, entry_point: str | None) -> Tests:
     """Put tests into a function with a secret name, which returns a secret after them.
 
     It calls `check(entry_point)`, and functions called test_... without arguments that the tests do not call. A
-    variable of the tests is the program's too, as if they stood below it; a function or a class of theirs is their own.
+    variable of the tests begins with the program's value, if it has one of this name, and is their own: the program
+    cannot read it. Names in a `global` statement of the tests are the program's.
 
     Raises:
         ValueError: they are no Python code, or import * from an unknown module, or no assert runs, so that anything
@@ -188,12 +189,17 @@ def make_tests(tests: object, entry_point: str | None) -> Tests:
     calls += [f"{name}()" for name in _uncalled_tests(tree)]
     tree.body += ast.parse("\n".join(calls)).body
     _check_asserts(tree)
-    shared = f"global {', '.join(variables)}" if variables else "pass"
-    function = ast.parse(f"def check_{secret}():\n    {shared}\n    return {secret!r}").body[0]
+    shared = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    seed = f"seed_{secrets.token_hex(16)}"
+    own = [name for name in variables if name not in shared and not name.startswith("__")]
+    seeds = [f"try:\n    {seed}_{name} = {name}\nexcept NameError:\n    pass" for name in own]
+    body = [f"global {name}" for name in variables if name in shared]
+    body += [f"try:\n    {name} = {seed}_{name}\nexcept NameError:\n    pass" for name in own]
+    function = ast.parse(f"def check_{secret}():\n    return {secret!r}").body[0]
     assert isinstance(function, ast.FunctionDef)
-    function.body[1:1] = tree.body
+    function.body[:0] = [*ast.parse("\n".join(body)).body, *tree.body]
     definition = ast.unparse(ast.fix_missing_locations(function))
-    return Tests("\n".join([*imports, definition]), f"check_{secret}()", secret)
+    return Tests("\n".join([*imports, *seeds, definition]), f"check_{secret}()", secret)
 
 
 def _variables(source: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from filelock import FileLock
 from runs import make_model, write_rows
 from stored_templates import chat_template
 
@@ -311,11 +312,16 @@ def test_completions_of_a_file_go_on_after_an_interruption(
     assert not out.exists()
     (part,) = tmp_path.glob("out.jsonl.*.part")
     assert [json.loads(line) for line in part.read_text().splitlines()] == whole[:8]
-    part.write_text(part.read_text()[:-20])  # killed while it wrote the second batch
+    cut = part.read_bytes()[:-20] + "é".encode()[:1]  # killed in a character while it wrote the second batch
+    part.write_bytes(cut)
+    with FileLock(f"{part}.lock"):
+        assert sample_file(run_folder, data, out, *draws) == 2
+    assert "another process writes" in capsys.readouterr().err
+    assert part.read_bytes() == cut
     capsys.readouterr()
     assert written(run_folder, data, out, *draws) == whole
     assert "going on from 4 completions" in " ".join(capsys.readouterr().out.split())
-    assert not part.exists()
+    assert not list(tmp_path.glob("*.part*"))
 
 
 @pytest.mark.parametrize("change", [("--seed", "1"), ("--temperature", "8"), ("--count", "3"), ("--raw",)])

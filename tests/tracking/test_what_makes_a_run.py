@@ -203,6 +203,27 @@ def test_a_config_of_another_version_is_compared_by_what_both_know(tmp_path: Pat
         check_same_run(config(tmp_path, run={"seed": 1, "out_dir": str(tmp_path)}))
 
 
+@pytest.mark.parametrize("truncation", ["drop", "zero"])
+def test_masking_that_an_earlier_version_derived_from_drop_is_no_change(tmp_path: Path, truncation: str) -> None:
+    tree = {
+        "run": {"out_dir": str(tmp_path)},
+        "policy": {"model": "start"},
+        "data": {"prompts": {"path": "rows.jsonl"}},
+        "algorithm": {"preset": "grpo"},
+        "environment": {"target": "game.py:Game", "truncation": truncation},
+        "schedule": {"steps": 3},
+    }
+    make_run(tmp_path)
+    stored = dump(train_config(tree))
+    stored["algorithm"]["mask_truncated"] = True
+    RunFolder(tmp_path).write_config(stored, anew=True)
+    if truncation == "drop":
+        assert check_same_run(train_config(tree)) == []
+    else:
+        with pytest.raises(CheckpointError, match="mask_truncated: true → false"):
+            check_same_run(train_config(tree))
+
+
 def test_a_moved_folder_holds_the_same_run(tmp_path: Path) -> None:
     rows = {"sft": {"path": str(tmp_path / "a" / "data" / "sft.jsonl")}}
     make_run(tmp_path / "a")

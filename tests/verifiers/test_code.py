@@ -234,15 +234,34 @@ SHARED = [
     "add = add(1, 2)\nassert add == 3",
     "result: int = add(1, 2)\nassert result == 3",
     "for result in range(3):\n    assert add(result, 1) == result + 1",
-    "count = 5\nassert add(1, 2) == 3\nassert count == 6",
+    "b = 0\nfor a in range(3):\n    b = add(a, b)\nassert b == 3",
     "def count():\n    return 3\nassert add(1, 2) == count()",  # a helper of the tests does not replace the program's
     "x = 3\ndef same():\n    global x\n    x += 1\nsame()\nassert add(1, 3) == x",
 ]
 
 
+@pytest.mark.parametrize(
+    ("program", "tests", "passes"),
+    [
+        ("def f(x):\n    return expected", "expected = [1, 2]\nassert f(1) == expected", False),
+        ("def f(x):\n    return want", "for x, want in [(1, 2), (2, 3)]:\n    assert f(x) == want", False),
+        ("def helper(x):\n    return x\ndef f(x):\n    return helper(x)", "helper = 3\nassert f(1) == 1", True),
+        ("n = 5\ndef f(x):\n    return x * n", "n = 3\nassert f(n) == 15", True),
+        ("def f(x):\n    return sum(x)", "sum = f([1, 2])\nassert sum == 3", True),
+    ],
+)
+def test_a_program_neither_reads_nor_loses_by_the_variables_of_the_tests(
+    program: str, tests: str, passes: bool
+) -> None:
+    try:
+        assert passes_in_this_python(program, make_tests(tests, None)) == passes
+    except NameError:
+        assert not passes
+
+
 @BOXES
 @pytest.mark.parametrize("tests", SHARED)
-def test_a_variable_of_the_tests_is_the_programs_too(kind: str, tests: str) -> None:
+def test_a_variable_of_the_tests_begins_with_the_programs_value(kind: str, tests: str) -> None:
     assert box(kind).run(ADD, make_tests(tests, None)) == "passed"
     assert box(kind).run(ADD.replace("a + b", "a + b + 1"), make_tests(tests, None)) == "failed"
 
