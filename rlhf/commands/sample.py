@@ -120,7 +120,7 @@ def _alone(part: Path) -> Iterator[None]:
 
 
 def _whole_batches(file: BinaryIO, rows: int) -> list[list[str]]:
-    """Read the batches of `rows` lines that an interrupted call wrote, and remove what follows them from the file."""
+    """Read the batches of `rows` lines that an interrupted call wrote, and remove the rest from the file."""
     file.seek(0)
     lines = [line for line in file if line.endswith(b"\n")]  # the last may be cut within a character
     batches = [lines[start : start + rows] for start in range(0, len(lines) - rows + 1, rows)]

@@ -470,7 +470,7 @@ def _resume_messages(context: RunContext, versions: Sequence[str], total_steps: 
     allowed = [change for change in context.changed if change.is_allowed]
     if context.is_other_run:
         messages.append(
-            f"warning: by checkpoint.resume=always other settings train, from step {step + 1} on, the weights of this "
+            f"warning, by checkpoint.resume=always: from step {step + 1} on other settings train the weights of this "
             f"checkpoint: {list_changes(other) or 'they changed after it was saved'}. Weights, optimizer moments and "
             "step count are kept; the KL coefficient, the best checkpoint and completions sampled ahead begin again"
         )
