@@ -296,7 +296,7 @@ class RunContext:
                 self.folder.complete.unlink(missing_ok=True)  # first, so that a kill leaves no unfinished run complete
             changed = self.folder.write_config(
                 dump(self.config),
-                anew=self.resume is None,
+                is_new=self.resume is None,
                 functions=functions_of(self.config),
                 since=self.state.step if self.is_other_run else None,
             )
@@ -511,7 +511,7 @@ def uneven_epochs(epochs: float, steps: int, size: int, *, rows: int) -> str:
     A part of an epoch leaves rows unread by itself.
     """
     read, planned = steps * size, round(epochs * rows) if epochs >= 1 else min(steps * size, rows)
-    extra, even = read - planned, min(size, rows)
+    extra = read - planned
     if extra == 0:
         return ""
     if read < rows:
@@ -520,9 +520,5 @@ def uneven_epochs(epochs: float, steps: int, size: int, *, rows: int) -> str:
         effect = f"{abs(extra):,} of {rows:,} rows are read once {'more' if extra > 0 else 'less'}"
     else:
         effect = f"{rows:,} rows are read {read / rows:.1f} times each"
-    helps = float(epochs).is_integer() or (epochs < 1 and size > rows)
-    sizes = [n for n in range(even, even // 2, -1) if rows % n == 0 and n != size] if helps else []
-    ways = [f"batch.prompts_per_step={n}" for n in sizes[:1]]
-    ways += [f"schedule.steps={steps + 1}"] if read < rows else []
-    advice = f"; {' or '.join(ways)} reads {'all' if read < rows else 'each equally often'}" if ways else ""
+    advice = f"; schedule.steps={steps + 1} reads all" if read < rows else ""
     return f"schedule.epochs={epochs:g} is {steps:,} step{'s' * (steps > 1)} of {size:,} rows: {effect}{advice}"

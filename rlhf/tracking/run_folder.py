@@ -149,20 +149,20 @@ class RunFolder:
         self,
         resolved: Mapping[str, object],
         *,
-        anew: bool = False,
+        is_new: bool = False,
         functions: Mapping[str, str] | None = None,
         since: int | None = None,
     ) -> list[str]:
         """Write config.yaml, and return the packages whose version is not the one that the run began with.
 
-        A run that starts `anew`, since an earlier start got no checkpoint, records its own versions and commit. A run
+        A run that `is_new`, since an earlier start got no checkpoint, records its own versions and commit. A run
         that continues keeps the recorded ones, and leaves a file with the same settings as it is.
 
         Args:
             functions: digests of the functions that were given as Python objects, by setting.
-            since: the step of the checkpoint whose settings these replace; None: those of the file go on.
+            since: the step from which these settings hold, if they replace others; None: the file keeps its step.
         """
-        old = {} if anew else self.read_config()
+        old = {} if is_new else self.read_config()
         began: dict[str, object] = {"versions": versions(), "git_commit": git_commit()}
         kept = {key: old[key] for key in began if key in old}
         digests = {**old.get("functions", {}), **(functions or {})}

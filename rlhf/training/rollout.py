@@ -310,7 +310,7 @@ def cost_metrics(scores: Scores) -> Metrics:
     """
     if COST not in scores.parts:
         return Metrics()
-    values = scores.values.where(~reward_of(scores).isnan(), torch.nan)  # that of a failed episode was filled in
+    values = scores.values.where(~reward_of(scores).isnan(), torch.nan)  # a failed episode has a filled-in score
     costs, values = (x[~x.isnan()].double() for x in (scores.parts[COST], values))
     metrics = Metrics({"cost/mean": Mean.of(costs), "lagrange/score": Mean.of(values)})
     metrics.add("cost/std", float(costs.std(correction=0)) if len(costs) else float("nan"))

@@ -14,13 +14,13 @@ from rlhf.tracking.run_folder import RunFolder
 @pytest.mark.parametrize(
     ("epochs", "steps", "size", "rows", "effect"),
     [
-        (1.0, 1, 64, 94, "30 of 94 rows are not read; batch.prompts_per_step=47 or schedule.steps=2 reads all"),
+        (1.0, 1, 64, 94, "30 of 94 rows are not read; schedule.steps=2 reads all"),
         (1.0, 1, 64, 89, "25 of 89 rows are not read; schedule.steps=2 reads all"),
-        (1.0, 2, 64, 110, "18 of 110 rows are read once more; batch.prompts_per_step=55 reads each equally often"),
-        (3.0, 4, 64, 94, "26 of 94 rows are read once less; batch.prompts_per_step=47 reads each equally often"),
-        (1.0, 1, 64, 10, "10 rows are read 6.4 times each; batch.prompts_per_step=10 reads each equally often"),
+        (1.0, 2, 64, 110, "18 of 110 rows are read once more"),
+        (3.0, 4, 64, 94, "26 of 94 rows are read once less"),
+        (1.0, 1, 64, 10, "10 rows are read 6.4 times each"),
         (1.5, 4, 50, 150, "25 of 150 rows are read once less"),
-        (0.5, 1, 64, 50, "14 of 50 rows are read once more; batch.prompts_per_step=50 reads each equally often"),
+        (0.5, 1, 64, 50, "14 of 50 rows are read once more"),
     ],
 )
 def test_epochs_that_are_no_whole_steps_tell_which_rows_they_do_not_read_equally(

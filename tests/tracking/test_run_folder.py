@@ -45,7 +45,7 @@ def test_a_run_that_starts_anew_writes_its_own_config(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write_config(RESOLVED)
     changed = {**RESOLVED, "run": {"name": "another"}}
-    assert folder.write_config(changed, anew=True) == []
+    assert folder.write_config(changed, is_new=True) == []
     assert folder.read_config()["run"] == {"name": "another"}
 
 

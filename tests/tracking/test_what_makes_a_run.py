@@ -148,7 +148,7 @@ def config(folder: Path, **run: Any) -> TrainConfig:
 def make_run(folder: Path, *, step: int = 3, complete: bool = True) -> None:
     """A folder as a run of `config` leaves it, without any weights."""
     run = RunFolder(folder)
-    run.write_config(dump(config(folder)), anew=True)
+    run.write_config(dump(config(folder)), is_new=True)
     (run.checkpoints / f"step-{step:06d}").mkdir(parents=True)
     run.model.mkdir()
     if complete:
@@ -216,7 +216,7 @@ def test_masking_that_an_earlier_version_derived_from_drop_is_no_change(tmp_path
     make_run(tmp_path)
     stored = dump(train_config(tree))
     stored["algorithm"]["mask_truncated"] = True
-    RunFolder(tmp_path).write_config(stored, anew=True)
+    RunFolder(tmp_path).write_config(stored, is_new=True)
     if truncation == "drop":
         assert check_same_run(train_config(tree)) == []
     else:
