@@ -554,6 +554,23 @@ def _options(kind: type[Options], parsed: argparse.Namespace) -> Options:
     return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
+def _check_moved(target: Path, out_dir: Path, overrides: Sequence[str]) -> None:
+    """Check that the folder of a comparison is its out_dir, unless the user names another one.
+
+    Raises:
+        UserError: it was copied or moved, so that its settings name another folder.
+    """
+    if (
+        target.is_dir()
+        and target.resolve() != out_dir.resolve()
+        and not any(o.startswith("out_dir=") for o in overrides)
+    ):
+        raise UserError(
+            f"{target} is not the folder of its comparison, {out_dir}: it was copied or moved, or the command runs in "
+            f"another working folder. Move it back to {out_dir}; rlhf report {target} shows what it has"
+        )
+
+
 def _compare(parsed: argparse.Namespace, console: Console) -> int:
     from rlhf.api.checks import check_arm_files
     from rlhf.comparison.plan import plan_cells
@@ -563,6 +580,7 @@ def _compare(parsed: argparse.Namespace, console: Console) -> int:
     from rlhf.lab.build import PREFIX
 
     config, folder = load_compare(parsed.target, parsed.overrides), locate_config(parsed.target).parent
+    _check_moved(Path(parsed.target), Path(config.out_dir), parsed.overrides)
     plan = plan_cells(config, beside=folder, lab_files=False)  # making them takes torch
     lookups = Lookups(later=None if config.lab is None else Path(config.lab.folder), prefix=PREFIX)
     check_arm_files(plan, lookups, check_targets)
@@ -573,7 +591,7 @@ def _compare(parsed: argparse.Namespace, console: Console) -> int:
     run_compare(config, beside=folder, view=ComparisonTerminal(console))
     failed = failed_arms(config.out_dir)
     if failed:
-        message = f"failed: {', '.join(failed)} (the table has the reason); the same command tries them again"
+        message = f"failed: {', '.join(failed)} (the page has the reason); the same command tries them again"
         Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
     return 1 if failed else 0
 

@@ -85,6 +85,9 @@ class Advantage(Choice):
                 "algorithm.advantage.type=group (grpo, dr_grpo, rloo, dapo, cispo, gspo) or gae (ppo)"
             )
 
+    def check_weights(self) -> None:
+        """Check that importance weights, which multiply the advantages of a whole step, stay as they are."""
+
     def check_sizes(self, sizes: StepSizes) -> None:
         """Check that a step of these sizes has the completions that the advantages are computed from."""
 

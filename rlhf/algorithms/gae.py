@@ -88,6 +88,14 @@ class Gae(Advantage):
                 "algorithm.advantage.whiten_over=step"
             )
 
+    def check_weights(self) -> None:
+        """Check that no later whitening shifts weighted advantages, of which masked ones have to stay 0."""
+        if self._whitens_minibatches:
+            raise ValueError(
+                "importance weights of samples multiply advantages that are whitened over the step: set "
+                "algorithm.advantage.whiten_over=step, or leave the weights out (sampling.correction, overlap.ahead)"
+            )
+
     def check_sizes(self, sizes: StepSizes) -> None:
         """Check that there are enough completions to whiten over."""
         if self.whiten and sizes.completions < FEWEST_TO_WHITEN:

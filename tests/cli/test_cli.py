@@ -160,6 +160,21 @@ def test_a_missing_file_and_a_folder_that_is_no_run(tmp_path: Path, capsys: pyte
     assert error_of(capsys, "sample", str(tmp_path / "none"), "--prompt", "x")
 
 
+def test_the_copy_of_a_comparison_does_not_work_on_the_original(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = {"name": "x", "base": str(tmp_path / "no.yaml"), "out_dir": str(tmp_path / "made"), "arms": {"ppo": {}}}
+    tree |= {"budget": {"completions": 64}, "seeds": [0]}
+    (tmp_path / "copy").mkdir()
+    write_config(tmp_path / "copy" / "compare.yaml", tree)
+    assert f"is not the folder of its comparison, {tmp_path / 'made'}" in error_of(
+        capsys, "compare", str(tmp_path / "copy")
+    )
+    assert not (tmp_path / "made").exists()
+    # with another out_dir it is a comparison of its own, and other checks follow
+    assert "is not the folder" not in error_of(capsys, "compare", str(tmp_path / "copy"), f"out_dir={tmp_path / 'new'}")
+
+
 def test_resume_never_begins_again_and_keeps_the_old_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_config(tmp_path / "c.yaml", sft_tree(tmp_path, GOOD_ROWS))
     assert main(["train", file]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -161,6 +162,20 @@ def test_the_report_is_rebuilt_from_the_folder(finished: Path) -> None:
     before = (finished / "results.json").read_bytes()
     rebuild_comparison(str(finished))
     assert (finished / "results.json").read_bytes() == before
+
+
+def test_trials_with_seeds_that_tuning_does_not_have_are_not_reported(tmp_path: Path, finished: Path) -> None:
+    copy = Path(shutil.copytree(finished, tmp_path / "copy"))
+    (trial,) = copy.glob("dpo/*/trial-1/seed-*")
+    other = Path(shutil.copytree(trial, trial.with_name("seed-77")))
+    for file in other.glob("round-*/cell.yaml"):
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree["seed"] = tree["train"]["run"]["seed"] = 77
+        file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        judged = file.parent / "judged.json"
+        judged.write_text(re.sub(r'"eval/score": [-0-9.e]+', '"eval/score": 99.0', judged.read_text(encoding="utf-8")))
+    rebuild_comparison(str(copy))
+    assert tuning_of(copy) == tuning_of(finished)
 
 
 def test_an_interrupted_tuning_continues_to_the_same_end(

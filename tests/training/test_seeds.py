@@ -233,6 +233,8 @@ LAGRANGE = {"reward": {"cost": {"source": {"type": "model", "path": "cm"}}}, "al
         ([ADAPTED, {"batch": {"epochs": 1, "minibatches": 1}}], "adapt_to is steered by"),
         ([PER_MINIBATCH, {"batch": {"minibatches": 4}}], "noise"),
         ([{"overlap": {"trace_cap": 1.0}}], r"set overlap\.ahead=true"),
+        ([PER_MINIBATCH, {"overlap": {"ahead": True}}], r"set algorithm\.advantage\.whiten_over=step"),
+        ([PER_MINIBATCH, {"sampling": {"correction": "token_mask"}}], r"set algorithm\.advantage\.whiten_over=step"),
         ([VTRACE, {"overlap": {"trace_cap": 2.0}}], "must not be above"),
         (
             [VTRACE, {"algorithm": {"preset": "rloo"}, "sampling": {"completions_per_prompt": 2}}],

@@ -145,7 +145,7 @@ def read_tuning(config: CompareConfig, folder: Path, reported: Iterable[str], pr
         return None
     sizes, names = round_sizes(tune.trials, tune.keep), set(reported)
     written = [name for name in config.arms if not _is_twin(name, config, tune)]
-    cells = {name: _trial_cells(folder / name) for name in written}
+    cells = {name: _trial_cells(folder / name, tune.seeds) for name in written}
     judged_on = _tuning_prompts(cells.values())
     return Tuning(
         trials=tune.trials,
@@ -170,8 +170,10 @@ def _is_twin(name: str, config: CompareConfig, tune: TuneConfig) -> bool:
     return tune.report_default and name.endswith(UNTUNED) and name.removesuffix(UNTUNED) in config.arms
 
 
-def _trial_cells(arm_folder: Path) -> list[Cell]:
+def _trial_cells(arm_folder: Path, seeds: Sequence[int]) -> list[Cell]:
+    """Read the trials of an arm with these seeds: a refused change of the seeds leaves others behind."""
     cells = [read_cell(path.parent) for path in sorted((arm_folder / FOLDER).glob(f"trial-*/seed-*/round-*/{CELL}"))]
+    cells = [cell for cell in cells if cell.seed in seeds]
     return sorted(cells, key=lambda cell: (trial_of(cell).number, trial_of(cell).round, cell.seed))
 
 
