@@ -64,7 +64,8 @@ class Gae(Advantage):
     whiten: bool = True
     """Scale the advantages to mean 0 and variance 1 over all tokens of the step."""
     whiten_over: Literal["step", "minibatch"] = "step"
-    """minibatch: whiten over the tokens of each optimizer step instead (Huang et al. 2022, detail 7)."""
+    """minibatch: whiten over the tokens of each optimizer step instead (Huang et al. 2022, detail 7). Not with
+    importance weights of samples (sampling.correction, overlap.ahead without trace_cap)."""
     whiten_rewards: bool = False
     """Scale the token rewards to variance 1 over all tokens of the step, keeping their mean."""
 

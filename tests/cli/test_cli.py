@@ -165,14 +165,16 @@ def test_the_copy_of_a_comparison_does_not_work_on_the_original(
 ) -> None:
     tree = {"name": "x", "base": str(tmp_path / "no.yaml"), "out_dir": str(tmp_path / "made"), "arms": {"ppo": {}}}
     tree |= {"budget": {"completions": 64}, "seeds": [0]}
-    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "start").mkdir(parents=True)
     write_config(tmp_path / "copy" / "compare.yaml", tree)
     assert f"is not the folder of its comparison, {tmp_path / 'made'}" in error_of(
         capsys, "compare", str(tmp_path / "copy")
     )
     assert not (tmp_path / "made").exists()
     # with another out_dir it is a comparison of its own, and other checks follow
-    assert "is not the folder" not in error_of(capsys, "compare", str(tmp_path / "copy"), f"out_dir={tmp_path / 'new'}")
+    assert "no.yaml" in error_of(capsys, "compare", str(tmp_path / "copy"), f"out_dir={tmp_path / 'new'}")
+    (tmp_path / "copy" / "start").rmdir()  # a file of the user's, in a folder of theirs, made nothing yet
+    assert "no.yaml" in error_of(capsys, "compare", str(tmp_path / "copy"))
 
 
 def test_resume_never_begins_again_and_keeps_the_old_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

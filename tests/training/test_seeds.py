@@ -246,3 +246,10 @@ LAGRANGE = {"reward": {"cost": {"source": {"type": "model", "path": "cm"}}}, "al
 def test_what_cannot_work_is_refused(tmp_path: Path, changes: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train_config(tree_of(tmp_path, *changes))
+
+
+@pytest.mark.parametrize("changes", [VTRACE, {"overlap": {"ahead": True}, "sampling": {"correction": "none"}}])
+def test_minibatches_are_whitened_if_no_weight_multiplies_their_advantages(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    train_config(tree_of(tmp_path, PER_MINIBATCH, changes))
