@@ -558,15 +558,15 @@ def _check_moved(target: Path, out_dir: Path, overrides: Sequence[str]) -> None:
     """Check that the folder of a comparison is its out_dir, unless the user names another one.
 
     Raises:
-        UserError: it was copied or moved, so that its settings name another folder.
+        UserError: its settings name another folder, since it was copied or moved.
     """
     from rlhf.config.compare import START_FOLDER
 
     is_comparison = (target / START_FOLDER).is_dir()
     if is_comparison and target.resolve() != out_dir.resolve() and not any(o.startswith("out_dir=") for o in overrides):
         raise UserError(
-            f"{target} is not the folder of its comparison, {out_dir}: it was copied or moved, or the command runs in "
-            f"another working folder. Move it back to {out_dir}; rlhf report {target} shows what it has"
+            f"{target} is not the folder of its comparison, {out_dir}. Give {out_dir}, in the working folder that the "
+            f"comparison was started in; move a moved folder back first. `rlhf report {target}` shows its results"
         )
 
 

@@ -93,7 +93,7 @@ class Gae(Advantage):
         """Check that no later whitening shifts weighted advantages, of which masked ones have to stay 0."""
         if self._whitens_minibatches:
             raise ValueError(
-                "importance weights of samples multiply advantages that are whitened over the step: set "
+                "whitening over minibatches would undo the importance weights of samples: set "
                 "algorithm.advantage.whiten_over=step, or leave the weights out (sampling.correction, overlap.ahead)"
             )
 
