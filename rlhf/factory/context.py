@@ -10,19 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from rlhf.config.load import dump, unread_warnings
 from rlhf.config.run import ScheduleConfig
-from rlhf.config.sections import OnlineConfig, RewardModelConfig, TrainConfig
+from rlhf.config.sections import OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
 from rlhf.data.mixture import MixedStream
 from rlhf.data.rows import RowCounts
 from rlhf.errors import ConfigError, UserError
 from rlhf.guard.alarms.history import RunFacts
 from rlhf.guard.lint import check_settings
+from rlhf.models.dither import dither_matrices
 from rlhf.models.folders import digest_of_model
 from rlhf.planning.plan import Machine
 from rlhf.planning.text import larger_passes, refusal
 from rlhf.runtime.distributed import Distributed
-from rlhf.runtime.engine import Engine, make_engine
+from rlhf.runtime.engine import Engine, TrainableModel, make_engine
 from rlhf.tracking.checkpoint import Checkpoints
 from rlhf.tracking.progress import Progress
 from rlhf.tracking.redact import redact
@@ -99,6 +102,14 @@ class RunContext:
     def exports_anew(self) -> bool:
         """Return whether a setting of the export has changed since the run began."""
         return any(matches(change.key, EXPORT) for change in self.changed)
+
+    def train(
+        self, name: str, module: nn.Module, section: OptimizerConfig, *, dtype: str, terms: Sequence[str]
+    ) -> TrainableModel:
+        """Create what trains a module; a new run whose arithmetic is in bfloat16 dithers the weights before."""
+        if dtype == "bfloat16" and self.resume is None:
+            dither_matrices(module, self.engine)
+        return self.engine.train(name, module, section, terms=terms)
 
     def rows_read(self, name: str, rows: RowCounts) -> None:
         """Report how many rows of the data set data.NAME are used, and record and check them."""

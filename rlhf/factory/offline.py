@@ -318,7 +318,8 @@ def _build_models(
     fast_ways = None if engine.splits_weights else models.fast_ways()
     attach_reference(config, context, tokenizer, models)
     models.teacher = build_teacher(config, context, tokenizer, models.policy)
-    trained = engine.train("policy", models.policy, config.policy, terms=("sft", PREFERENCE_TERM))
+    terms = ("sft", PREFERENCE_TERM)
+    trained = context.train("policy", models.policy, config.policy, dtype=models.dtype, terms=terms)
     fast_ways = fast_ways or models.fast_ways()  # under ZeRO-3 only DeepSpeed's hooks make weights whole
     context.notes += fast_ways.lines()
     return models, trained

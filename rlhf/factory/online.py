@@ -443,17 +443,17 @@ def _load_ptx(
 
 
 def _build_trained(config: OnlineConfig, models: Models, context: RunContext) -> dict[str, TrainableModel]:
-    engine = context.engine
+    train = partial(context.train, dtype=models.dtype)
     if models.shared_head is not None:
         policy_and_head = nn.ModuleDict({"policy": models.policy, "head": models.shared_head})
-        return {"policy": engine.train("policy", policy_and_head, config.policy, terms=("policy", "ptx", "value"))}
-    policy = engine.train("policy", models.policy, config.policy, terms=("policy", PREFERENCE_TERM, "ptx"))
+        return {"policy": train("policy", policy_and_head, config.policy, terms=("policy", "ptx", "value"))}
+    policy = train("policy", models.policy, config.policy, terms=("policy", PREFERENCE_TERM, "ptx"))
     if config.algorithm.policy_loss.searches:
         assert isinstance(policy, LocalModel), "the configuration refuses DeepSpeed"
         policy = SearchedModel(policy, models, config.algorithm.policy_loss)
     trained: dict[str, TrainableModel] = {"policy": policy}
     if models.critic is not None:
-        trained["critic"] = engine.train("critic", models.critic, config.critic, terms=("value",))
+        trained["critic"] = train("critic", models.critic, config.critic, terms=("value",))
     return trained
 
 

@@ -104,7 +104,7 @@ def build_scalar_model(
     """Build the model and what trains it, as the checkpoint has them if the run is resumed."""
     model = _build_model(config, context, tokenizer)
     fast_ways = None if context.engine.splits_weights else _fast_ways(config, context, model)
-    trained = context.engine.train("policy", model, config.model, terms=("rm",))
+    trained = context.train("policy", model, config.model, dtype=config.model.dtype, terms=("rm",))
     fast_ways = fast_ways or _fast_ways(config, context, model)
     context.notes += fast_ways.lines()
     if context.resume is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf.models.dither import dither
 from rlhf.models.weight_files import READ_AS_THEY_ARE, WeightFiles
 
 CHUNK = 2**22  # elements that are compared at a time: 32 MB in float64
@@ -17,12 +18,12 @@ CHUNK = 2**22  # elements that are compared at a time: 32 MB in float64
 def lost_change(
     start: WeightFiles, trained: Mapping[str, Tensor], targets: Mapping[str, torch.dtype], names: Mapping[str, str]
 ) -> float | None:
-    """Compute the share of training's change that rounding takes away: ‖round(w) − w‖ / ‖w − w₀‖, at most 1.
+    """Compute the share of training's change that rounding takes away, at least 0 and at most 1.
 
-    w are the trained weights and w₀ the start weights, all weights together. The share kept, 1 minus this, is a lower
-    bound of the part of the change that survives in its own direction: by Cauchy and Schwarz,
-    ⟨round(w) − w₀, w − w₀⟩ / ‖w − w₀‖² ≥ 1 − ‖round(w) − w‖ / ‖w − w₀‖. It is 0 if every weight is rounded back to its
-    start. Without any change nothing can be lost. The start weights are read from their files a piece at a time.
+    It is 1 − ⟨round(w) − w₀, w − s⟩ / ‖w − s‖², all weights together: w are the trained weights, w₀ the start weights,
+    and s are w₀ or `dither` of it, whichever is nearer to w. It is 0 if the rounded weights have moved as far as the
+    trained ones in their direction, and 1 if every weight is rounded back to its start. Without any change nothing can
+    be lost. The start weights are read from their files a piece at a time.
 
     Args:
         start: the weights that the run started from.
@@ -35,7 +36,7 @@ def lost_change(
     """
     if all(targets[name] == weight.dtype for name, weight in trained.items()):
         return 0.0
-    lost = changed = 0.0
+    kept = changed = 0.0
     seen: set[str] = set()
     for name, weight in trained.items():
         if not weight.is_floating_point() or names.get(name) in seen:
@@ -46,15 +47,25 @@ def lost_change(
                 return None
             continue
         seen.add(before)
-        for first, now in _pieces(weight):
-            moved = now - start.read(before, first, first + len(now)).double()
-            changed += float(moved.square().sum())
-            if targets[name] != weight.dtype:
-                lost += float((now.to(targets[name]).double() - now).square().sum())
-    if lost == 0.0 or changed == 0.0:
+        part_kept, part_changed = _kept(start, before, weight, targets[name])
+        kept, changed = kept + part_kept, changed + part_changed
+    if changed == 0.0:
         return 0.0
-    share = math.sqrt(lost / changed)
-    return min(share, 1.0) if math.isfinite(share) else 1.0  # a weight beyond the dtype's range
+    share = 1.0 - kept / changed
+    return min(max(share, 0.0), 1.0) if math.isfinite(share) else 1.0  # a weight beyond the dtype's range
+
+
+def _kept(start: WeightFiles, name: str, weight: Tensor, target: torch.dtype) -> tuple[float, float]:
+    """Return ⟨round(w) − w₀, w − s⟩ and ‖w − s‖² of a weight."""
+    sums = torch.zeros(2, 2, dtype=torch.float64)  # for s = w₀, and for s = dither(w₀)
+    for first, now in _pieces(weight):
+        stored = start.read(name, first, first + len(now))
+        rounded = now if target == weight.dtype else now.to(target).double()
+        for row, began in zip(sums, (stored, dither(stored.float(), first=first)), strict=True):
+            moved = now - began.double()
+            row += torch.stack([((rounded - stored.double()) * moved).sum(), moved.square().sum()])
+    kept, changed = min(sums.tolist(), key=lambda row: row[1])
+    return float(kept), float(changed)
 
 
 NEW_WEIGHTS = ("score.",)  # the head of a reward model, which its start does not have

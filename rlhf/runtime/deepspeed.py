@@ -365,12 +365,17 @@ def part(parameter: nn.Parameter) -> Tensor:
     return shard.detach()
 
 
+def first_element(parameter: nn.Parameter) -> int:
+    """Return the index in the flattened weight of the first element of this rank's shard; 0 if it is not sharded."""
+    shard = getattr(parameter, "ds_tensor", None)
+    return 0 if shard is None else torch.distributed.get_rank() * int(shard.numel())
+
+
 def part_of(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     """Return this rank's shard of `whole`: DeepSpeed flattens and pads a weight and cuts it into equal shards."""
     if not hasattr(parameter, "ds_tensor"):
         return whole
-    size = parameter.ds_tensor.numel()
-    start = torch.distributed.get_rank() * size
+    size, start = parameter.ds_tensor.numel(), first_element(parameter)
     shard = whole.flatten()[start : start + size]
     return torch.nn.functional.pad(shard, (0, size - shard.numel())).to(parameter.ds_tensor.device)
 

@@ -266,6 +266,10 @@ class Engine:
         """Return this rank's shard of a weight; the whole weight if it is not sharded."""
         return parameter.detach() if self._zero is None else self._zero.part(parameter)
 
+    def first_element(self, parameter: nn.Parameter) -> int:
+        """Return the index in the flattened weight of the first element of this rank's shard."""
+        return 0 if self._zero is None else self._zero.first_element(parameter)
+
     def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """Return this rank's shard of `whole`, a tensor of the weight's full shape."""
         return whole if self._zero is None else self._zero.part_of(parameter, whole)

@@ -1,0 +1,157 @@
+"""Weights that bfloat16 products round: the start stays, and small steps count on average."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from runs import make_model, write_rows
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from rlhf.cli import main
+from rlhf.models.dither import dither, dither_matrices
+from rlhf.runtime.engine import Engine
+
+CPU = Engine(torch.device("cpu"))
+
+
+def rounded(numbers: Tensor) -> Tensor:
+    return numbers.to(torch.bfloat16).float()
+
+
+def exact(count: int) -> Tensor:
+    """Normal numbers of bfloat16."""
+    return rounded(torch.randn(count, generator=torch.Generator().manual_seed(0)))
+
+
+def hashed(index: int) -> int:
+    """The offset of an index, by integers of Python."""
+    x = index ^ (index >> 16)
+    x = x * 0x7FEB352D % 2**32
+    x = (x ^ (x >> 15)) * 0x846CA68B % 2**32
+    high = x >> 16
+    return max(high - 2**16 if high >= 2**15 else high, -(2**15 - 1))
+
+
+def test_offsets_are_the_hash_of_the_index_in_units_of_float32s_spacing() -> None:
+    ones = dither(torch.ones(70_000))
+    for index in (0, 1, 2, 3, 1000, 65_537, 69_999):
+        spacing = 2.0**-23 if hashed(index) >= 0 else 2.0**-24  # above and below 1
+        assert float(ones[index]) == 1.0 + hashed(index) * spacing
+    assert [hashed(index) for index in range(3)] == [0, 26_761, -12_013]
+
+
+def test_the_start_rounds_to_itself_and_a_second_call_changes_nothing() -> None:
+    start = torch.cat([exact(100_000), torch.tensor([1.0, -1.0, 2.0**-100, 2.0**100])])
+    spread = dither(start)
+    assert float((spread != start).float().mean()) > 0.999
+    assert torch.equal(rounded(spread), start)
+    assert torch.equal(dither(spread), spread)
+
+
+def test_zeros_other_numbers_and_no_numbers_stay() -> None:
+    numbers = torch.tensor([0.0, -0.0, 1.0 + 2.0**-12, -1 / 3, float("inf"), float("-inf"), 1e-40])
+    assert torch.equal(dither(numbers, first=5), numbers)
+    assert dither(torch.tensor([float("nan")])).isnan().all()
+
+
+def test_a_shard_has_the_offsets_of_the_whole() -> None:
+    start = exact(1000)
+    assert torch.equal(dither(start)[400:], dither(start[400:], first=400))
+
+
+def test_the_mean_of_rounded_steps_is_the_step() -> None:
+    """All steps of a twentieth of the spacing are lost by rounding, and on average none after dither."""
+    start = exact(400_000)
+    step = start.abs() * 2.0**-9 * 0.1
+    assert torch.equal(rounded(start + step), start)
+    moved = rounded(dither(start) + step) - start
+    share = float(moved.sum() / step.sum())
+    assert abs(share - 1.0) < 5 * (1 / 0.05 / 400_000) ** 0.5 * 2  # a chance near 1/20 each, of a move near 20 steps
+
+
+class Parts(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.inner = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 8, bias=False)
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 1.0)
+        self.frozen.requires_grad_(False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_trained_matrices_get_offsets(tied: bool) -> None:
+    module = Parts(tied=tied)
+    dither_matrices(module, CPU)
+    changed = {name for name, p in module.named_parameters() if not bool((p == 1.0).all())}
+    assert changed == {"embedding.weight", "inner.weight"} | (set() if tied else {"head.weight"})
+
+
+def test_weights_in_bfloat16_stay() -> None:
+    module = Parts(tied=False).to(torch.bfloat16)
+    dither_matrices(module, CPU)
+    assert all(bool((p == 1.0).all()) for p in module.parameters())
+
+
+ROWS = [{"prompt": f"{color} one", "completion": " good"} for color in ("red", "blue")] * 4
+
+
+def tree(folder: Path, name: str, **policy: Any) -> dict[str, Any]:
+    return {
+        "run": {"out_dir": str(folder / name), "device": "cpu"},
+        "data": {"sft": {"path": str(write_rows(folder / "sft.jsonl", ROWS))}},
+        "policy": {"model": str(folder / "model"), "lr": 1e-5, **policy},
+        "algorithm": {"preset": "sft"},
+        "batch": {"prompts_per_step": 8},
+        "schedule": {"steps": 20, "decay": "constant", "warmup_steps": 0},
+        "checkpoint": {"every": 5},
+        "logging": {"every": 1},
+    }
+
+
+def trained(folder: Path, settings: dict[str, Any], *overrides: str) -> Path:
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    assert main(["train", str(file), *overrides]) == 0
+    return Path(settings["run"]["out_dir"])
+
+
+def fall(folder: Path) -> tuple[float, float]:
+    """The first loss, and by how much it fell."""
+    losses = [json.loads(line)["loss/sft"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return losses[0], losses[0] - losses[-1]
+
+
+def test_twenty_small_steps_in_bfloat16_learn_as_much_as_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path / "model", dtype=torch.bfloat16)
+    _, wide = fall(trained(tmp_path, tree(tmp_path, "float32")))
+    first, low = fall(trained(tmp_path, tree(tmp_path, "bfloat16", dtype="bfloat16")))
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf.factory.context.dither_matrices", lambda *_: None)
+        first_without, without = fall(trained(tmp_path, tree(tmp_path, "nearest", dtype="bfloat16")))
+    assert abs(first - first_without) < 1e-3 * first
+    assert low == pytest.approx(wide, rel=0.2)
+    assert without < 0.6 * wide
+
+
+def test_a_resumed_run_keeps_its_offsets(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", dtype=torch.bfloat16)
+    whole = trained(tmp_path, tree(tmp_path, "whole", dtype="bfloat16"))
+    settings = tree(tmp_path, "resumed", dtype="bfloat16")
+    trained(tmp_path, settings | {"schedule": settings["schedule"] | {"steps": 10}})
+    resumed = trained(tmp_path, settings)
+    first, second = (load_file(folder / "model" / "model.safetensors") for folder in (whole, resumed))
+    assert all(torch.equal(first[name], second[name]) for name in first)
