@@ -34,8 +34,9 @@ def compute_advantages(
 
     If `ratio_cap` is given, the completions come from an older policy, and the advantages are weighted by
     their ratios to it, truncated at that cap; if `trace_cap` is given too, V-trace with these two caps corrects
-    advantages and returns instead; if `correction` is given, advantages have its weights. The advantages of rows
-    that were sampled with a hint are weighted by algorithm.rescue.
+    advantages and returns instead; if `correction` is given, advantages have its weights. Advantages that a
+    minibatch whitens stay unweighted, beside their weights. The advantages of rows that were sampled with a hint are
+    weighted by algorithm.rescue.
     """
     mask = rollout.action_mask
     penalty = _reward_penalty(rollout, algorithm, coefs)
@@ -53,11 +54,13 @@ def compute_advantages(
         advantages = algorithm.advantage.whitened(stale, rollout)
     else:
         advantages, returns = checked_advantages(algorithm.advantage, rollout, rewards)
+    pending: Float[Tensor, "B T"] | None = None
     if ratio_cap is not None and trace_cap is None:
-        ratios = token_ratios(rollout.logprobs, rollout.sampler_logprobs, mask)
-        advantages = advantages * truncated(ratios, ratio_cap)
+        pending = truncated(token_ratios(rollout.logprobs, rollout.sampler_logprobs, mask), ratio_cap)
     if correction is not None:
-        advantages = advantages * correction.weigh(rollout.logprobs, rollout.sampler_logprobs, mask)
+        pending = correction.weigh(rollout.logprobs, rollout.sampler_logprobs, mask)
+    if pending is not None and not algorithm.advantage.whitens_minibatches:
+        advantages, pending = advantages * pending, None
     if rollout.hint_weights is not None:
         advantages = advantages * rollout.hint_weights
     loss_mask = mask & _trainable_rows(rollout, advantages, algorithm)[:, None]
@@ -70,6 +73,7 @@ def compute_advantages(
         returns=returns,
         value_weights=_value_weights(rollout, algorithm),
         stale_advantages=stale,
+        pending_weights=pending,
     )
 
 

@@ -152,6 +152,7 @@ class Experience(Rollout):
     returns: Float[Tensor, "B T"]  # the critic's target
     value_weights: Float[Tensor, "B T"] | None = None  # of hinted rows in the critic's loss. None: 1 for all
     stale_advantages: Float[Tensor, "B T"] | None = None  # V-trace's, before whitening. None: it was not used
+    pending_weights: Float[Tensor, "B T"] | None = None  # of advantages that a minibatch whitens first. None: none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,6 +70,11 @@ class Advantage(Choice):
         return False
 
     @property
+    def whitens_minibatches(self) -> bool:
+        """Return whether `of_minibatch` whitens, so that it has to apply importance weights too, after that."""
+        return False
+
+    @property
     def only_centers(self) -> bool:
         """Return whether scores lose the mean of their group and nothing else is done to them."""
         return False
@@ -84,9 +89,6 @@ class Advantage(Choice):
                 "algorithm.rescue needs a baseline of the prompt, of a group or of a critic: set "
                 "algorithm.advantage.type=group (grpo, dr_grpo, rloo, dapo, cispo, gspo) or gae (ppo)"
             )
-
-    def check_weights(self) -> None:
-        """Check that importance weights, which multiply the advantages of a whole step, stay as they are."""
 
     def check_sizes(self, sizes: StepSizes) -> None:
         """Check that a step of these sizes has the completions that the advantages are computed from."""

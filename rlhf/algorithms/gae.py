@@ -64,8 +64,7 @@ class Gae(Advantage):
     whiten: bool = True
     """Scale the advantages to mean 0 and variance 1 over all tokens of the step."""
     whiten_over: Literal["step", "minibatch"] = "step"
-    """minibatch: whiten over the tokens of each optimizer step instead (Huang et al. 2022, detail 7). Not with
-    importance weights of samples (sampling.correction, overlap.ahead without trace_cap)."""
+    """minibatch: whiten over the tokens of each optimizer step instead (Huang et al. 2022, detail 7)."""
     whiten_rewards: bool = False
     """Scale the token rewards to variance 1 over all tokens of the step, keeping their mean."""
 
@@ -83,18 +82,10 @@ class Gae(Advantage):
 
     def check_rescue(self) -> None:
         """Check that whitening can weigh the completions that were sampled with a hint."""
-        if self._whitens_minibatches:
+        if self.whitens_minibatches:
             raise ValueError(
                 "algorithm.rescue weighs hinted completions in the statistics of the step: set "
                 "algorithm.advantage.whiten_over=step"
-            )
-
-    def check_weights(self) -> None:
-        """Check that no later whitening shifts weighted advantages, of which masked ones have to stay 0."""
-        if self._whitens_minibatches:
-            raise ValueError(
-                "whitening over minibatches would undo the importance weights of samples: set "
-                "algorithm.advantage.whiten_over=step, or leave the weights out (sampling.correction, overlap.ahead)"
             )
 
     def check_sizes(self, sizes: StepSizes) -> None:
@@ -104,7 +95,7 @@ class Gae(Advantage):
                 f"whitening over {sizes.completions} completions is noise: use {FEWEST_TO_WHITEN} or more, or "
                 "algorithm.advantage.whiten=false"
             )
-        if self._whitens_minibatches and sizes.completions < FEWEST_TO_WHITEN * sizes.minibatches:
+        if self.whitens_minibatches and sizes.completions < FEWEST_TO_WHITEN * sizes.minibatches:
             raise ValueError(
                 f"whitening over a minibatch of {sizes.completions // sizes.minibatches} completions is noise: use "
                 f"{FEWEST_TO_WHITEN} or more in each, or algorithm.advantage.whiten_over=step"
@@ -161,27 +152,31 @@ class Gae(Advantage):
         """Whiten over the tokens of the step, if asked."""
         from rlhf.algo.masked import whiten
 
-        if not self.whiten or self._whitens_minibatches:
+        if not self.whiten or self.whitens_minibatches:
             return advantages
         return whiten(advantages, rollout.action_mask, weights=rollout.hint_weights)
 
     @property
-    def _whitens_minibatches(self) -> bool:
+    def whitens_minibatches(self) -> bool:
+        """Return whether `of_minibatch` whitens."""
         return self.whiten and self.whiten_over == "minibatch"
 
     def of_minibatch(self, minibatch: Experience) -> Experience:
-        """Whiten the advantages over the minibatch's tokens in the loss, if asked."""
+        """Whiten the advantages over the minibatch's tokens in the loss, if asked, and weight them then."""
         from rlhf.algo.masked import whiten
 
-        if not self._whitens_minibatches:
+        if not self.whitens_minibatches:
             return minibatch
-        return replace(minibatch, advantages=whiten(minibatch.advantages, minibatch.loss_mask))
+        advantages = whiten(minibatch.advantages, minibatch.loss_mask)
+        if minibatch.pending_weights is not None:
+            advantages = advantages * minibatch.pending_weights
+        return replace(minibatch, advantages=advantages)
 
     def before_whitening(self, experience: Experience) -> Float[Tensor, "B T"]:
         """Return V-trace's advantages or returns - values, which whitening has scaled; zero outside the mask."""
         import torch
 
-        if not self.whiten or self._whitens_minibatches:
+        if not self.whiten or self.whitens_minibatches:
             return experience.advantages
         raw = experience.stale_advantages
         raw = experience.returns - experience.values if raw is None else raw

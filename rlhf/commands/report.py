@@ -9,10 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from rlhf.api.checks import check_output_file
 from rlhf.api.comparing import rebuild_comparison
 from rlhf.comparison.terminal import ComparisonTerminal
 from rlhf.errors import UserError
-from rlhf.report.page import write_overlay, write_report
+from rlhf.report.page import is_page, write_overlay, write_report
 from rlhf.tracking.run_folder import RunFolder, completed_step, is_in_use
 
 
@@ -27,7 +28,16 @@ def run_comparison_report(path: str, console: Console) -> None:
 
 
 def run_overlay(paths: Sequence[str], out: Path, console: Console) -> None:
-    """Write a page with the curves of several runs laid over each other."""
+    """Write a page with the curves of several runs laid over each other.
+
+    Raises:
+        UserError: `out` is a folder, or a file that is no such page.
+    """
+    check_output_file("--out", out)
+    if out.exists() and not is_page(out):
+        raise UserError(
+            f"{out} is there already, and rlhf report did not write it: name another file with --out, or remove it"
+        )
     console.print(Text(f"report  {write_overlay([Path(path) for path in paths], out)}"), soft_wrap=True)
 
 

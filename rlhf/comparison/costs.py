@@ -171,13 +171,14 @@ class CostTracker:
             rows = self.config.completions_per_step
             return Costs(completions=rows, trained_tokens=tokens, flops=flops, seconds=seconds)
         rows = round(metrics["completion/count"]) - self.total.completions
+        generated = round(metrics["completion/generated_tokens"])
         if not tokens:  # the step was skipped, because a score was not finite
-            return Costs(completions=rows, seconds=seconds)
+            return Costs(completions=rows, generated_tokens=generated, seconds=seconds)
         extra = round(metrics.get("completion/extra_tokens", 0.0))  # sampled and scored, not learned from
         trained = round(metrics["completion/trained_tokens"])  # only the chosen ones, if completions are chosen
         return Costs(
             completions=rows,
-            generated_tokens=round(metrics["completion/length"] * rows),
+            generated_tokens=generated,
             trained_tokens=trained,
             flops=online_flops(self.sizes, tokens=tokens, passes=trained / tokens)
             + sampling_flops(self.sizes, tokens=extra),

@@ -648,9 +648,6 @@ class OnlineConfig(TrainSections):
                 "sampling.correction and overlap.trace_cap both weight stale completions: leave one of them null"
             )
         self.sampling.check_correction(rescues=self.algorithm.rescue is not None)
-        caps_ratios = self.overlap.ahead and self.overlap.trace_cap is None and self.sampling.correction is None
-        if self.sampling.corrects or caps_ratios:
-            self.algorithm.advantage.check_weights()
         self._check_support()
         self.data.check_ptx(self.algorithm.ptx_coef)
         if self.algorithm.rescue is not None:

@@ -67,6 +67,11 @@ def write_page(path: Path, template: str, drawn: Sequence[Chart], **context: Any
     return path
 
 
+def is_page(path: Path) -> bool:
+    """Return whether a file is a page that `write_page` wrote: base.html.j2 gives every page its figures."""
+    return path.is_file() and b'<script type="application/json" id="figures">' in path.read_bytes()
+
+
 @cache
 def _environment() -> Environment:
     """Create the jinja2 environment, which keeps its compiled templates: autoescaping, strict about undefined names."""

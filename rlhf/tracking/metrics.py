@@ -244,6 +244,7 @@ completion/count      | count    | completions sampled since the start of the ru
     curve: exact; chart/completions: 7 Sampled so far; tile: 8 Completions sampled
 completion/extra      | count    | completions sampled and not trained on: greedy baselines, replaced or unused ones
 completion/extra_tokens | tokens | tokens of completion/extra, including prompts, plus the tokens of all hints
+completion/generated_tokens | tokens | tokens that the policy wrote in the step, also those that are not trained on
 completion/trained_tokens | tokens | tokens read by passes with gradient, including prompts, excluding data.sft
 group/uniform         | share    | completions in groups whose scores are all equal
     chart/completions: 6 Groups with equal scores

@@ -26,7 +26,15 @@ from rlhf.tracking.metrics import Metrics
 from rlhf.training.finish import counts
 from rlhf.training.online_run import OnlineRun
 from rlhf.training.overlap import sample_and_score_in_parts
-from rlhf.training.rollout import Collected, concat_scores, cost_metrics, grading_metrics, live_tokens, reward_of
+from rlhf.training.rollout import (
+    Collected,
+    concat_scores,
+    cost_metrics,
+    generated_tokens,
+    grading_metrics,
+    live_tokens,
+    reward_of,
+)
 from rlhf.training.running_scores import normalize_scores
 from rlhf.types import Completions, Prompts, Scores
 
@@ -38,13 +46,13 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
         RewardError: the reward gave no scores; the run is saved as it was before the step.
         SamplingError: no server samples, or not with the trainer's weights; the run is saved likewise.
     """
-    size = run.config.sampling.completions_per_prompt
+    size, drawn = run.config.sampling.completions_per_prompt, list[Completions]()
     if run.episodes is not None:
         run.episodes.take_metrics()  # of an evaluation
     try:
         collected = collect(
             run.prompts(step),
-            _draw(run, step),
+            _draw(run, step, drawn),
             partial(_refill, run, step),
             run.algorithm,
             group_size=size,
@@ -54,16 +62,16 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
         collected = leave_out_unscored(collected)
     except NonFiniteScores as error:
         run.session.skip_step(error)
-        run.session.state.completions += len(run.prompts(step)) * size
+        run.session.state.completions += sum(len(rows) for rows in drawn)
         if run.queue is not None:
             run.queue.skip()
-        run.session.report(counts(run), tokens=0)
+        run.session.report(counts(run) | _generated(drawn), tokens=0)
         return None
     except (RewardError, SamplingError) as error:
         raise run.session.save_and_explain(error) from error
-    if run.episodes is not None:
-        for name, value in run.episodes.take_metrics().items():
-            collected.metrics.add(name, value)
+    own = {} if run.episodes is None else run.episodes.take_metrics()
+    for name, value in {**own, **_generated(drawn)}.items():
+        collected.metrics.add(name, value)
     lagrange, state = run.algorithm.lagrange, run.session.state
     if lagrange is not None:
         multiplier = lagrange.in_use(state.multiplier, violation=state.violation)
@@ -81,13 +89,18 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
     return collected
 
 
+def _generated(drawn: Sequence[Completions]) -> dict[str, float]:
+    """Return the tokens that the policy wrote in all draws of a step, also those that were thrown away."""
+    return {"completion/generated_tokens": float(sum(map(generated_tokens, drawn)))}
+
+
 def sampling_key(config: OnlineConfig, step: int, *names: int | str) -> int:
     """Derive the seed for sampling this step's completions."""
     return derive_seed(config.run.seed, "train", step, *names)
 
 
-def _draw(run: OnlineRun, step: int) -> Draw:
-    """Return the function that samples and scores completions for this step."""
+def _draw(run: OnlineRun, step: int, drawn: list[Completions]) -> Draw:
+    """Return the function that samples and scores completions for this step; it adds what it samples to `drawn`."""
     phase = run.session.recorder.phase
 
     def draw(
@@ -96,7 +109,12 @@ def _draw(run: OnlineRun, step: int) -> Draw:
         key = sampling_key(run.config, step, *names)
 
         def sample(part: Prompts) -> Completions:
-            return run.sampler.sample(part, key=key, group_size=group_size, greedy=greedy)
+            if run.ahead is None:
+                completions = run.sampler.sample(part, key=key, group_size=group_size, greedy=greedy)
+            else:
+                completions = run.ahead.take(step)
+            drawn.append(completions)
+            return completions
 
         if asked is not None:
             with phase("sample"):
@@ -110,7 +128,7 @@ def _draw(run: OnlineRun, step: int) -> Draw:
                 )
             return completions, fill_failed(completions, scores)
         with phase("sample"):
-            completions = sample(prompts) if run.ahead is None else run.ahead.take(step)
+            completions = sample(prompts)
         with phase("score"):
             return completions, fill_failed(completions, run.reward(completions))
 

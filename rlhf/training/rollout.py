@@ -60,6 +60,11 @@ def live_tokens(completions: Completions) -> int:
     return int(completions.prompt_mask.sum() + completions.completion_mask.sum())
 
 
+def generated_tokens(completions: Completions) -> int:
+    """Count the tokens that the policy wrote, also in episodes that do not count."""
+    return int((completions.completion_mask & (completions.turns >= 0)).sum())
+
+
 def concat_scores(all_scores: Sequence[Scores]) -> Scores:
     """Concatenate scores; a part that only some of them have is NaN for the rows of the others: it does not apply."""
     names = list(dict.fromkeys(name for scores in all_scores for name in scores.parts))

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from rlhf.algo.advantages import gae, rewards_to_go
 from rlhf.algo.kl import Coefs, kl_estimate
 from rlhf.algo.masked import Mean, masked_mean, masked_sum, whiten
+from rlhf.algorithms.correction import TokenMask
 from rlhf.algorithms.presets import PRESETS
 from rlhf.batching import concat
 from rlhf.experience import compute_advantages
@@ -233,6 +234,40 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_the_step(seed)
         batch = experience(online(**ALGORITHMS[name]), seed=seed)
         close(masked_mean(batch.advantages, batch.completion_mask), 0.0)
         close(masked_mean(batch.advantages**2, batch.completion_mask), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("weights", [{"ratio_cap": 1.5}, {"correction": TokenMask(cap=1.2)}])
+def test_a_minibatch_of_the_whole_step_is_whitened_and_weighted_like_the_step(weights):
+    here = rollout(seed=3)
+    gap = torch.linspace(-1.0, 1.0, here.logprobs.numel(), dtype=here.logprobs.dtype).view_as(here.logprobs)
+    older = replace(here, sampler_logprobs=torch.where(here.completion_mask, here.logprobs - gap, 0.0))
+    batches = []
+    for over in ("step", "minibatch"):
+        advantage = {**ALGORITHMS["ppo"]["advantage"], "whiten_over": over}
+        algorithm = online(**{**ALGORITHMS["ppo"], "advantage": advantage})
+        batch = compute_advantages(older, algorithm, COEFS, **weights)
+        batches.append(algorithm.advantage.of_minibatch(batch))
+    step, minibatch = batches
+    assert torch.equal(minibatch.advantages, step.advantages)
+    zeros = (step.advantages == 0) & step.loss_mask
+    assert zeros.any() == ("correction" in weights)  # tokens that the mask leaves out
+    objective, model_outputs = Objective(algorithm, max_tokens=5), outputs(here)
+    losses = [total_loss(objective, batch, model_outputs, size=8) for batch in batches]
+    assert torch.equal(losses[0], losses[1])
+
+
+def test_a_minibatch_is_whitened_before_its_weights_by_hand():
+    """Of 1, 3 and 5 the mean is 3 and the variance 8/3; a weight of 0 leaves its token in both, and without a loss."""
+    algorithm = online(advantage={"type": "gae", "whiten_over": "minibatch"}, value_loss={})
+    batch = experience(algorithm, seed=0).rows(slice(0, 1))
+    batch = replace(
+        batch,
+        loss_mask=torch.tensor([[True, True, True, False, False]]),
+        advantages=torch.tensor([[1.0, 3.0, 5.0, 0.0, 0.0]], dtype=torch.float64),
+        pending_weights=torch.tensor([[0.5, 2.0, 0.0, 1.0, 1.0]], dtype=torch.float64),
+    )
+    expected = torch.tensor([[-0.5 * 1.5**0.5, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    close(algorithm.advantage.of_minibatch(batch).advantages, expected, rtol=1e-6)
 
 
 @given(seeds)

@@ -17,6 +17,7 @@ from runs import make_model, ppo_tree, prompts_file, write_rows
 
 from rlhf.cli import main
 from rlhf.config.files import merge
+from rlhf.tracking.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,6 +159,25 @@ def test_a_missing_file_and_a_folder_that_is_no_run(tmp_path: Path, capsys: pyte
     assert "not a run folder" in error_of(capsys, "eval", str(tmp_path))
     assert error_of(capsys, "report", str(tmp_path))
     assert error_of(capsys, "sample", str(tmp_path / "none"), "--prompt", "x")
+
+
+def test_a_page_of_several_runs_replaces_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        folder = RunFolder(tmp_path / name)
+        folder.write_config({"run": {"name": name}})
+        folder.metrics.write_text('{"score/mean": 0.5, "step": 1}\n')
+    thesis, page = tmp_path / "thesis.html", tmp_path / "page.html"
+    thesis.write_text("<!DOCTYPE html>\n<html><p>years of work</p></html>\n")
+    report = ["report", str(tmp_path / "a"), str(tmp_path / "b"), "--out"]
+    message = " ".join(error_of(capsys, *report, str(thesis)).split())
+    assert f"{thesis} is there already, and rlhf report did not write it: name another file with --out" in message
+    assert "years of work" in thesis.read_text()
+    assert "is a folder: name the file to write" in error_of(capsys, *report, str(tmp_path / "a"))
+    for old in (None, "of an earlier call"):  # which is rewritten, though its runs were others
+        if old is not None:
+            page.write_text(page.read_text().replace("<title>a and b</title>", f"<title>{old}</title>"))
+        assert main([*report, str(page)]) == 0
+        assert "<title>a and b</title>" in page.read_text()
 
 
 def test_the_copy_of_a_comparison_does_not_work_on_the_original(

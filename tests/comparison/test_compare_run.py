@@ -110,7 +110,8 @@ def test_a_step_whose_score_is_nan_costs_its_completions_and_not_the_arm(tmp_pat
     assert [row["completions"] for row in rows] == [16, 32, 48, 64]
     unscored = [row.get("skipped/unscored", 0) for row in RunFolder(folder).read_metrics()]
     skipped = unscored.index(1) - 1  # the first line is the evaluation before any step
-    assert rows[skipped]["tokens"] == rows[skipped - 1]["tokens"]
+    assert rows[skipped]["trained_tokens"] == rows[skipped - 1]["trained_tokens"]
+    assert 16 <= rows[skipped]["generated_tokens"] - rows[skipped - 1]["generated_tokens"] <= 16 * 6
     assert rows[skipped]["flops"] == rows[skipped - 1]["flops"]
     assert Judgment.read(folder) is not None
 

@@ -22,7 +22,7 @@ from rlhf.types import Experience
 
 
 def experience_of(run: OnlineRun) -> Experience:
-    completions, scores = _draw(run, 1)(run.prompts(1), group_size=1)
+    completions, scores = _draw(run, 1, [])(run.prompts(1), group_size=1)
     rollout = compute_logprobs_and_values(completions, scores, run.models, cut=AdaptiveMicroBatch(64).cut)
     return compute_advantages(rollout, run.algorithm, run.coefs)
 

@@ -233,8 +233,6 @@ LAGRANGE = {"reward": {"cost": {"source": {"type": "model", "path": "cm"}}}, "al
         ([ADAPTED, {"batch": {"epochs": 1, "minibatches": 1}}], "adapt_to is steered by"),
         ([PER_MINIBATCH, {"batch": {"minibatches": 4}}], "noise"),
         ([{"overlap": {"trace_cap": 1.0}}], r"set overlap\.ahead=true"),
-        ([PER_MINIBATCH, {"overlap": {"ahead": True}}], r"set algorithm\.advantage\.whiten_over=step"),
-        ([PER_MINIBATCH, {"sampling": {"correction": "token_mask"}}], r"set algorithm\.advantage\.whiten_over=step"),
         ([VTRACE, {"overlap": {"trace_cap": 2.0}}], "must not be above"),
         (
             [VTRACE, {"algorithm": {"preset": "rloo"}, "sampling": {"completions_per_prompt": 2}}],
@@ -248,8 +246,15 @@ def test_what_cannot_work_is_refused(tmp_path: Path, changes: list[dict[str, Any
         train_config(tree_of(tmp_path, *changes))
 
 
-@pytest.mark.parametrize("changes", [VTRACE, {"overlap": {"ahead": True}, "sampling": {"correction": "none"}}])
-def test_minibatches_are_whitened_if_no_weight_multiplies_their_advantages(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    train_config(tree_of(tmp_path, PER_MINIBATCH, changes))
+def test_samples_ahead_whitened_over_the_one_minibatch_train_like_those_whitened_over_the_step(tmp_path: Path) -> None:
+    once = {"batch": {"epochs": 1, "minibatches": 1}, "overlap": {"ahead": True, "ratio_cap": 1.01}}
+    step, minibatch, plain = (
+        trained(tree_of(tmp_path, once, changes), f"run.out_dir={tmp_path / name}")
+        for name, changes in (
+            ("step", {}),
+            ("minibatch", PER_MINIBATCH),
+            ("plain", {"sampling": {"correction": "none"}, **PER_MINIBATCH}),
+        )
+    )
+    assert largest_difference(weights(step.models.policy), weights(minibatch.models.policy)) == 0.0
+    assert largest_difference(weights(step.models.policy), weights(plain.models.policy)) > 1e-5  # weights are not 1
