@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,10 +21,13 @@ def lost_change(
 ) -> float | None:
     """Compute the share of training's change that rounding takes away, at least 0 and at most 1.
 
-    It is 1 − ⟨round(w) − w₀, w − s⟩ / ‖w − s‖², all weights together: w are the trained weights, w₀ the start weights,
-    and s are w₀ or `dither` of it, whichever is nearer to w. It is 0 if the rounded weights have moved as far as the
-    trained ones in their direction, and 1 if every weight is rounded back to its start. Without any change nothing can
-    be lost. The start weights are read from their files a piece at a time.
+    Of weights w that moved from the start weights w₀ it is ‖round(w) − w‖ / ‖w − w₀‖, all weights together. The share
+    kept, 1 minus this, is a lower bound of the part of the change that survives in its own direction: by Cauchy and
+    Schwarz, ⟨round(w) − w₀, w − w₀⟩ / ‖w − w₀‖² ≥ 1 − ‖round(w) − w‖ / ‖w − w₀‖.
+
+    Of weights that are nearer to s, w₀ with its matrices as `dither` returns them, it is 1 − ⟨round(w) − w₀, w − s⟩ /
+    ‖w − s‖²: what rounding adds is noise around the change. Either is 1 if every weight is rounded back to its start.
+    Without any change nothing can be lost. The start weights are read from their files a piece at a time.
 
     Args:
         start: the weights that the run started from.
@@ -36,7 +40,7 @@ def lost_change(
     """
     if all(targets[name] == weight.dtype for name, weight in trained.items()):
         return 0.0
-    kept = changed = 0.0
+    plain, dithered = _Sums(), _Sums()
     seen: set[str] = set()
     for name, weight in trained.items():
         if not weight.is_floating_point() or names.get(name) in seen:
@@ -47,25 +51,33 @@ def lost_change(
                 return None
             continue
         seen.add(before)
-        part_kept, part_changed = _kept(start, before, weight, targets[name])
-        kept, changed = kept + part_kept, changed + part_changed
-    if changed == 0.0:
+        for first, now in _pieces(weight):
+            stored = start.read(before, first, first + len(now))
+            spread = dither(stored.float(), first=first) if weight.ndim > 1 else stored
+            rounded = now if targets[name] == weight.dtype else now.to(targets[name]).double()
+            plain.add(now, rounded, stored.double(), began=stored.double())
+            dithered.add(now, rounded, stored.double(), began=spread.double())
+    if plain.lost == 0.0 or plain.changed == 0.0:
         return 0.0
-    share = 1.0 - kept / changed
-    return min(max(share, 0.0), 1.0) if math.isfinite(share) else 1.0  # a weight beyond the dtype's range
+    if dithered.changed < plain.changed:
+        return max(0.0, 1.0 - dithered.kept / dithered.changed) if dithered.changed else 0.0
+    share = math.sqrt(plain.lost / plain.changed)
+    return min(share, 1.0) if math.isfinite(share) else 1.0  # a weight beyond the dtype's range
 
 
-def _kept(start: WeightFiles, name: str, weight: Tensor, target: torch.dtype) -> tuple[float, float]:
-    """Return ⟨round(w) − w₀, w − s⟩ and ‖w − s‖² of a weight."""
-    sums = torch.zeros(2, 2, dtype=torch.float64)  # for s = w₀, and for s = dither(w₀)
-    for first, now in _pieces(weight):
-        stored = start.read(name, first, first + len(now))
-        rounded = now if target == weight.dtype else now.to(target).double()
-        for row, began in zip(sums, (stored, dither(stored.float(), first=first)), strict=True):
-            moved = now - began.double()
-            row += torch.stack([((rounded - stored.double()) * moved).sum(), moved.square().sum()])
-    kept, changed = min(sums.tolist(), key=lambda row: row[1])
-    return float(kept), float(changed)
+@dataclass
+class _Sums:
+    """Sums over the elements of all weights."""
+
+    changed: float = 0.0  # (w − s)²
+    kept: float = 0.0  # (round(w) − w₀)(w − s)
+    lost: float = 0.0  # (round(w) − w)²
+
+    def add(self, now: Tensor, rounded: Tensor, stored: Tensor, *, began: Tensor) -> None:
+        moved = now - began
+        self.changed += float(moved.square().sum())
+        self.kept += float(((rounded - stored) * moved).sum())
+        self.lost += float((rounded - now).square().sum())
 
 
 NEW_WEIGHTS = ("score.",)  # the head of a reward model, which its start does not have
