@@ -102,9 +102,10 @@ class PolicyConfig(OptimizerConfig, TrainedWeightsConfig):
     tokenizer: str | None = None
     """Folder or hub id; null: the model's tokenizer."""
     dtype: Dtype = "float32"
-    """bfloat16: bf16 arithmetic over float32 weights; otherwise weights and arithmetic are in this dtype.
-    Log-probabilities are computed in float32 or better. On a CUDA GPU the default is bfloat16. A CPU
-    whose bfloat16 products are slower (most without AMX) computes in float32 instead, and the run reports it."""
+    """bfloat16: bf16 arithmetic over float32 weights, which are dithered once so that rounding hides no small step;
+    otherwise weights and arithmetic are in this dtype. Log-probabilities are computed in float32 or better. On a CUDA
+    GPU the default is bfloat16. A CPU whose bfloat16 products are slower (most without AMX) computes in float32
+    instead, and the run reports it."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Evaluate and export an exponential moving average of the weights, with this decay per step; null: off."""
     log_probs: LogProbs = "auto"
