@@ -13,7 +13,7 @@ from rlhf.comparison.plan import CellPlan
 from rlhf.config.compare import START_FOLDER
 from rlhf.config.data import PromptsConfig
 from rlhf.config.files import Tree, branch_at, merge, parse_overrides
-from rlhf.config.load import load_chat_format, read_yaml, train_config, validate
+from rlhf.config.load import dump, load_chat_format, read_yaml, train_config, validate
 from rlhf.config.sections import OfflineConfig, SamplingConfig, TrainConfig
 from rlhf.data.paths import (
     DATA_PREFIXES,
@@ -203,14 +203,14 @@ def suite_settings(
     suite, task = find_suite(name)
     tree = _settings_of_run(config, suite) if config is not None else {}
     reference = None if against == START else against
-    options = {suite.data_key: data or suite.default_data, suite.limit_key: limit, "reference": reference}
+    options = {suite.data_key: data, suite.limit_key: limit, "reference": reference}
     tree = merge(merge(tree, _options_of(suite, name, options)), given)
     dataset = suite.model_fields.get("dataset")
     if dataset is not None and dataset.is_required() and not _has_path(tree.get("dataset")):
         raise ConfigError(f"the suite {name} needs data: --data PATH, {suite.data}")
     settings = validate(suite, tree)
-    check_suite_files(settings)
-    return resolve_lab_paths(settings), task
+    check_suite_files(settings, Lookups(prefix=PREFIX))
+    return resolve_lab_paths(validate(suite, dump(settings))), task  # complete, so that defaults are resolved too
 
 
 def _options_of(suite: type[Suite], name: str, options: Mapping[str, object]) -> Tree:
@@ -243,7 +243,7 @@ def check_arm_files(plan: CellPlan, lookups: Lookups | None = None, *checks: Cal
     for cell in plan.untuned():
         train = cell.config.train
         calls = [partial(check_files, train, lookups), *(partial(check, train) for check in checks)]
-        calls += [partial(_check_suite, name, settings) for name, settings in cell.config.suites.items()]
+        calls += [partial(_check_suite, name, settings, lookups) for name, settings in cell.config.suites.items()]
         for call in calls:
             try:
                 call()
@@ -253,9 +253,9 @@ def check_arm_files(plan: CellPlan, lookups: Lookups | None = None, *checks: Cal
         raise ConfigError("\n".join(f"{where}: {problem}" for problem, where in problems.items()))
 
 
-def _check_suite(name: str, settings: Mapping[str, Any]) -> None:
+def _check_suite(name: str, settings: Mapping[str, Any], lookups: Lookups) -> None:
     try:
-        check_suite_files(validate(find_suite(name)[0], dict(settings)))
+        check_suite_files(validate(find_suite(name)[0], dict(settings)), lookups)
     except UserError as error:
         raise ConfigError(f"suites.{name}: {error}") from error
 
@@ -274,19 +274,23 @@ def _check_pair_judge(judge: PairwiseJudge, lookups: Lookups) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def check_suite_files(settings: Suite) -> None:
-    """Check that a suite's packages are installed and its files and models exist; possible hub ids are not checked.
+def check_suite_files(settings: Suite, lookups: Lookups) -> None:
+    """Check that a suite's packages are installed and its files and models exist; hub ids of data are not checked.
+
+    Args:
+        settings: the suite.
+        lookups: earlier results for models, and the files that are made later.
 
     Raises:
         ConfigError: a package is missing.
         DataError: a file or a folder is missing.
     """
     settings.check_installed()
-    lines = [f"{key}: {problem}" for key, path in settings.models() if (problem := missing_model(path))]
+    lines = [f"{key}: {problem}" for key, path in settings.models() if (problem := lookups.missing_model(path))]
     lines += [
         f"{key}: {missing(path)}"
         for key, path in settings.data_sets()
-        if is_missing(path, DATA_PREFIXES) and not path.startswith(PREFIX)
+        if is_missing(path, DATA_PREFIXES) and not lookups.is_later(path)
     ]
     if lines:
         raise DataError("\n".join(lines))
@@ -310,9 +314,7 @@ def _settings_of_run(config: TrainConfig, kind: type[Suite]) -> Tree:
     """Return the settings of the suite that the configuration of a run determines."""
     loss = config.algorithm.loss if isinstance(config, OfflineConfig) else None
     source = config.eval.source or (config.reward.source if config.reward else None)
-    sampled = ("temperature", "batch_size", *(() if kind.has_own_length else ("max_new_tokens",)))
     settings = {
-        "sampling": {key: getattr(config.sampling, key) for key in sampled},
         "reference": config.reference.model or config.policy.model,
         "source": None if source is None else source.model_dump(mode="json"),
         "beta": getattr(loss, "beta", None) if loss is not None and loss.needs_reference else None,

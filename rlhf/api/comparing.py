@@ -15,12 +15,12 @@ from rlhf.comparison.aggregate import read_cells, summarize, write_results
 from rlhf.comparison.inputs import Digests, check_inputs
 from rlhf.comparison.page import comparison_charts, write_compare_page
 from rlhf.comparison.pairs import judge_pairs
-from rlhf.comparison.plan import Cell, CellPlan, check_owner, locate_base, plan_cells, read_plan, trained_arms
+from rlhf.comparison.plan import CELL, Cell, CellPlan, check_owner, locate_base, plan_cells, read_plan, trained_arms
 from rlhf.comparison.results import ComparisonResults, FrontierPoint
 from rlhf.comparison.scheduler import CellProcess, StartCell, check_devices, is_over, run_cells, visible_devices
 from rlhf.comparison.trial import JUDGED
 from rlhf.comparison.tuning.plan import tuned_config
-from rlhf.comparison.tuning.run import Chosen, run_tuning
+from rlhf.comparison.tuning.run import Chosen, chosen_before, run_tuning
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
 from rlhf.config.files import COMPARE_CONFIG, format_yaml
@@ -63,6 +63,7 @@ def run_compare(
     view.violations({name: lint(run) for name, run in trained_arms(plan).items()})
     check_arms(plan)
     check_devices(plan, visible_devices(os.environ))
+    check_owners(plan, beside)
     if config.lab is not None:
         if not _prepare_lab(plan, config.lab, view.run):
             return False
@@ -74,8 +75,7 @@ def run_compare(
 
 def _run(plan: CellPlan, beside: Path, start: StartCell, view: ComparisonView) -> bool:
     """Run and report a comparison whose folder no other process uses; return False if it was stopped."""
-    for cell in plan.untuned():
-        check_owner(cell)  # of all cells, before anything in the folder changes
+    check_owners(plan, beside)  # again: only now does no other process write into the folder
     digests = Digests()
     for warning in _check_inputs(plan, digests):
         view.run.warning(warning)
@@ -91,6 +91,29 @@ def _run(plan: CellPlan, beside: Path, start: StartCell, view: ComparisonView) -
         if (written := _write_results(plan)) is not None:
             view.results(*written)
     return complete
+
+
+def check_owners(plan: CellPlan, beside: Path) -> None:
+    """Check that the folders of all cells have no cell or the same one, before anything in them changes.
+
+    Raises:
+        ConfigError: one has another cell, or an arm was tuned with other trials.
+    """
+    for cell in plan.untuned():
+        check_owner(cell)
+    if plan.config.tune is None:
+        return
+    chosen = chosen_before(plan)
+    untuned = {cell.arm for cell in plan.trials} - chosen.keys()
+    for cell in plan.cells:
+        if cell.arm in untuned and (cell.folder / CELL).is_file():
+            raise ConfigError(
+                f"{cell.folder} has the values that other trials of tuning chose (tune.seeds or tune.trials differ, or "
+                f"the trials were removed): undo that, choose another out_dir, or remove {cell.folder.parent} to tune "
+                "the arm again"
+            )
+    for cell in plan_cells(tuned_config(plan.config, chosen), beside=beside, trials=False).cells:
+        check_owner(cell)
 
 
 def _check_inputs(plan: CellPlan, digests: Digests) -> list[str]:

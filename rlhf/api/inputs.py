@@ -42,10 +42,12 @@ class Inputs:
 
     Args:
         resume: the run continues, so files that exist have to have the same content.
+        of: the purpose of the folder, for messages.
     """
 
     folder: Path
     resume: bool | Literal["always"] = False
+    of: Literal["run", "comparison"] = "run"
     _pending: list[Callable[[], None]] = field(default_factory=list)
 
     @contextmanager
@@ -209,9 +211,10 @@ class Inputs:
             file.writelines(_lines(path.stem, rows))
         if self.resume is True and path.is_file() and path.read_bytes() != new.read_bytes():
             new.unlink()
+            always = ', or continue from its weights with the new rows (resume="always")' if self.of == "run" else ""
             raise DataError(
-                f"{path.stem}: these are not the rows that the run in {self.folder} began with: give it the same ones, "
-                'or leave resume out for a new run, or continue from its weights with the new rows (resume="always")'
+                f"{path.stem}: these are not the rows that the {self.of} in {self.folder} began with: give it the same "
+                f"ones, or leave resume out for a new {self.of}{always}"
             )
         new.replace(path)
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, Unpack
 
 import pandas as pd
@@ -25,12 +26,13 @@ from transformers import (
 )
 
 from rlhf.api.checks import SampleOptions, check_sampling, suite_settings
-from rlhf.api.comparing import run_compare
+from rlhf.api.comparing import check_owners, run_compare
 from rlhf.api.inputs import Inputs, Reward, Rows, nested, new_folder, with_plugins
 from rlhf.api.keywords import CompareKeywords, RewardModelKeywords, SftKeywords, TrainKeywords
 from rlhf.api.training import OnStep, run_reward_model, run_train
 from rlhf.comparison.plan import plan_cells
 from rlhf.comparison.terminal import ComparisonTerminal
+from rlhf.config.compare import CompareConfig
 from rlhf.config.data import DataConfig
 from rlhf.config.files import Tree, format_yaml, merge, merge_overrides
 from rlhf.config.load import (
@@ -630,11 +632,16 @@ def compare(
         raise ConfigError(
             f'budget is a {type(budget).__name__}: give {{"completions": {budget}}}, or completions={budget}'
         )
+    if not isinstance(resume, bool):
+        raise ConfigError(
+            f"resume is {resume!r}: a comparison continues with the rows and settings that it began with, resume=True; "
+            "for others leave resume out"
+        )
     named = _arms(arms)
     given = [settings, arms, reward, judge]
     _check_importable(given)
     wanted = Path(folder or "runs/compare").expanduser()
-    inputs = Inputs(wanted if resume else new_folder(wanted), resume)
+    inputs = Inputs(wanted if resume else new_folder(wanted), resume, of="comparison")
     sections = {
         "prompts": (prompts, "prompt"),
         "eval_prompts": (eval_prompts, "prompt"),
@@ -670,14 +677,26 @@ def compare(
     )
     # Nobody is in a new folder; its lock would keep it from being removed on an error.
     with called_from_python(), FolderLock(inputs.folder) if resume else nullcontext():
+        _check_plan(comparison, base)
         with inputs.removed_on_error():
             inputs.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(inputs.folder / "base.yaml", format_yaml(base))
             inputs.write()
-            plan_cells(comparison, beside=inputs.folder)
+            write_atomically(inputs.folder / "base.yaml", format_yaml(base))
         view = ComparisonTerminal(Console(quiet=quiet))
         complete = run_compare(comparison, beside=inputs.folder, view=view)
     return CompareResult(inputs.folder, complete)
+
+
+def _check_plan(comparison: CompareConfig, base: Tree) -> None:
+    """Check the cells of a comparison, and that its folder has no others, before its base is written.
+
+    Raises:
+        ConfigError: a cell is invalid, or the comparison was begun with other settings.
+    """
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "base.yaml"
+        file.write_text(format_yaml(base), encoding="utf-8")
+        check_owners(plan_cells(comparison.model_copy(update={"base": str(file)}), beside=file.parent), file.parent)
 
 
 def _arms(arms: Any) -> Tree:

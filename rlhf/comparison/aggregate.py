@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from statistics import fmean
@@ -166,9 +166,29 @@ def summarize(plan: CellPlan, cells: Sequence[CellResult]) -> ComparisonResults:
         notes=(
             *(note for result in cells for note in result.notes),
             *code_notes([result.cell for result in cells if result.judged is not None]),
+            *length_notes(cells),
         ),
         tuning=read_tuning(config, plan.folder, arms, [row["prompt"] for row in _judgments(start)[0].rows]),
     )
+
+
+def length_notes(cells: Sequence[CellResult]) -> list[str]:
+    """Return a note for each suite in which some models may answer at greater length than others."""
+    lengths: dict[str, dict[int, dict[str, None]]] = {}  # suite -> sampling.max_new_tokens -> arms
+    for result in cells:
+        for name in result.suites.keys() & result.cell.config.suites.keys():
+            length = result.cell.config.suites[name]["sampling"]["max_new_tokens"]
+            lengths.setdefault(name, {}).setdefault(length, {})[result.cell.arm] = None
+    return [
+        f"{name}: answers have at most {', '.join(_length_of(arms, n) for n, arms in sorted(of.items()))}. For one "
+        f"length set suites.{name}.sampling.max_new_tokens."
+        for name, of in sorted(lengths.items())
+        if len(of) > 1
+    ]
+
+
+def _length_of(arms: Iterable[str], tokens: int) -> str:
+    return f"{tokens:,} tokens ({', '.join(arms)})"
 
 
 def write_results(plan: CellPlan, results: ComparisonResults, cells: Sequence[CellResult]) -> None:

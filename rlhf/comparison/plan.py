@@ -43,8 +43,8 @@ def suites_of(suites: Mapping[str, Tree], train: TrainConfig, proxy: Source | No
 
     Args:
         suites: the settings that the comparison gives.
-        train: the configuration of the cell's run; its seed, device, dtype, chat template and system message hold for
-            the suites too.
+        train: the configuration of the cell's run; its seed, device, dtype, chat template, system message and sampling
+            hold for the suites too, as in `rlhf eval`.
         proxy: the reward that is trained on, by which best-of-n picks.
         n: the n of a best-of-n arm, whose suites have to draw several answers and keep one; None otherwise.
 
@@ -69,9 +69,8 @@ def _settings_class(name: str) -> type[Suite]:
 def _settings(name: str, given: Tree, train: TrainConfig) -> Tree:
     """Complete a suite's settings from the run's, and check them."""
     kind = _settings_class(name)
-    sampling = {"temperature": train.sampling.temperature, "batch_size": train.sampling.batch_size}
     try:
-        return dump(validate(kind, merge({**kind.settings_of(train), "sampling": sampling}, given)))
+        return dump(validate(kind, merge(kind.settings_of(train), given)))
     except ConfigError as error:
         raise ConfigError(f"suites.{name}: {error}") from error
 
@@ -137,8 +136,9 @@ class CellPlan:
         return [cell for cell in self.cells if cell.arm == arm]
 
     def untuned(self) -> list[Cell]:
-        """Return the cells whose settings are known before tuning."""
-        return self.cells if self.config.tune is None else [*self.of(START_FOLDER), *self.trials]
+        """Return the cells whose settings are known before tuning: all except the reported ones of tuned arms."""
+        tuned = {cell.arm for cell in self.trials}
+        return [*(cell for cell in self.cells if cell.arm not in tuned), *self.trials]
 
 
 def plan_cells(config: CompareConfig, *, beside: Path, lab_files: bool = True, trials: bool = True) -> CellPlan:
@@ -240,9 +240,17 @@ def _with_lab_files(cell: Cell) -> Cell:
             named = {name: resolve_lab_paths(section) for name, section in sections.items()}
             update = {name: section for name, section in named.items() if section is not sections[name]}
             train = train.model_copy(update=update) if update else train
+        suites = {name: _with_lab_data(name, settings) for name, settings in cell.config.suites.items()}
     except ConfigError as error:
         raise ConfigError(f"arms.{cell.arm}: {error}") from error
-    return cell if train is cell.config.train else replace(cell, config=cell.config.model_copy(update={"train": train}))
+    return replace(cell, config=cell.config.model_copy(update={"train": train, "suites": suites}))
+
+
+def _with_lab_data(name: str, settings: Tree) -> Tree:
+    """Replace `lab:` names in the complete settings of a suite by the paths of the files."""
+    given = validate(_settings_class(name), dict(settings))
+    resolved = resolve_lab_paths(given)
+    return settings if resolved is given else dump(resolved)
 
 
 def read_plan(config: CompareConfig, folder: Path) -> CellPlan:

@@ -35,7 +35,7 @@ from rlhf.comparison.plan import Cell, read_cell
 from rlhf.comparison.results import CurvePoint, SuiteFigure, Suites
 from rlhf.config.compare import START_FOLDER, BestOfNArm, BudgetConfig, CellConfig
 from rlhf.config.load import dump, validate
-from rlhf.errors import ConfigError, DataError, UserError
+from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.evaluation.evaluate import count_unjudged, diversity, filled
 from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound, picks
 from rlhf.evaluation.win_rate import Interval, bootstrap_crossed
@@ -342,11 +342,11 @@ def run_suites(cell: CellConfig, folder: Path, path: str | None) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, reused)
             continue
-        subject = load_model_for_suite(settings, target)
         try:
+            subject = load_model_for_suite(settings, target)
             result = evaluate_suite(settings, subject, find_suite(name)[1])
-        except DataError as error:
-            raise DataError(f"suites.{name}: {error} (suites.{name}=null leaves it out)") from error
+        except (DataError, ModelError) as error:
+            raise type(error)(f"suites.{name}: {error} (suites.{name}=null leaves it out)") from error
         write_result(file, name, target, result, settings, subject)
 
 

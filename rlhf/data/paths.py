@@ -74,16 +74,17 @@ class Lookups:
     def missing_model(self, path: str) -> str | None:
         """Return why a model cannot be loaded from a path or hub id; None if there is nothing against it."""
         if path not in self._models:
-            self._models[path] = None if self._is_later(path) else missing_model(path)
+            self._models[path] = None if self.is_later(path) else missing_model(path)
         return self._models[path]
 
     def missing_data(self, path: str) -> str | None:
         """Return why rows cannot be read from a path or hub id; None if there is nothing against it."""
         if path not in self._data:
-            self._data[path] = None if self._is_later(path) else missing_data(path)
+            self._data[path] = None if self.is_later(path) else missing_data(path)
         return self._data[path]
 
-    def _is_later(self, path: str) -> bool:
+    def is_later(self, path: str) -> bool:
+        """Return whether a path is made before the runs begin."""
         if self.prefix is not None and path.startswith(self.prefix):
             return True
         return self.later is not None and Path(path).is_relative_to(self.later)
@@ -318,7 +319,12 @@ def resolve_best(path: str) -> str:
     run, at, name = path.rpartition("@")
     if not at or name != "best":
         return path
-    kept = sorted(Path(run).expanduser().glob("best/step-*"), key=lambda folder: int(folder.name.partition("-")[2]))
-    if not kept:
+    best = best_checkpoint(Path(run).expanduser())
+    if best is None:
         raise ConfigError(f"{run} has kept no best checkpoint: it needs checkpoint.best in its configuration")
-    return str(kept[-1])
+    return str(best)
+
+
+def best_checkpoint(run: Path) -> Path | None:
+    """Return the folder of a run's best checkpoint; None if it has kept none."""
+    return max(run.glob("best/step-*"), key=lambda folder: int(folder.name.partition("-")[2]), default=None)

@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf.data.paths import resolve_best
+from rlhf.data.paths import best_checkpoint, resolve_best
 from rlhf.data.tokenizer import base_of_adapter, locate_model
 from rlhf.errors import ModelError
 from rlhf.models.weight_files import local_folder
-from rlhf.tracking.checkpoint import Checkpoints
+from rlhf.tracking.checkpoint import MANIFEST, Checkpoints, find_damage
 from rlhf.tracking.fingerprint import combine_digests, content_digest, weights_digest
-from rlhf.tracking.run_folder import write_atomically
+from rlhf.tracking.run_folder import RunFolder, completed_step, write_atomically
 
 MODEL = "model"  # the trained model, in a run folder and in each checkpoint
 CRITIC = "critic"
@@ -23,8 +23,11 @@ MEMBERS = "ensemble.json"  # in a folder of separate reward models: the paths of
 def model_folder(path: str) -> str:
     """Return the folder of the weights: a run folder's model or newest intact checkpoint, or `path` itself.
 
+    A run that has ended and lost its model has the weights that it exported in a checkpoint: the best one if it exports
+    that, otherwise the last.
+
     Raises:
-        ModelError: the run folder has neither.
+        ModelError: the run folder has none of them.
     """
     path = resolve_best(path)
     folder = Path(path).expanduser()
@@ -32,10 +35,38 @@ def model_folder(path: str) -> str:
         return path
     if (folder / MODEL).is_dir():
         return str(folder / MODEL)
-    newest = Checkpoints(folder / "checkpoints", keep=1).latest_intact(lambda _: None)
+    run = RunFolder(folder)
+    step = completed_step(run)
+    if step is not None:
+        return str(_exported_checkpoint(run, step) / MODEL)
+    newest = Checkpoints(run.checkpoints, keep=1).latest_intact(lambda _: None)
     if newest is None:
         raise ModelError(f"{path} is a run folder without a checkpoint: that run has not come far enough")
     return str(newest / MODEL)
+
+
+def _exported_checkpoint(run: RunFolder, step: int) -> Path:
+    """Return the checkpoint with the weights that a run exported when it ended at `step`.
+
+    Raises:
+        ModelError: it is gone or damaged.
+    """
+    best = run.read_config().get("checkpoint", {}).get("best")
+    exports_best = best is not None and best.get("restore", True)
+    folder = best_checkpoint(run.path) if exports_best else run.checkpoints / f"step-{step:06d}"
+    if folder is None or find_export_damage(folder) is not None:
+        raise ModelError(
+            f"the run in {run.path} has ended, but its {MODEL}/ is gone, and the {'best' if exports_best else 'last'} "
+            f"checkpoint, which has the same weights, is gone or damaged: put {MODEL}/ back, or train the run again"
+        )
+    return folder
+
+
+def find_export_damage(folder: Path) -> str | None:
+    """Describe the damage to the folder of a best checkpoint; runs of earlier versions have no checksums in it."""
+    if not (folder / MODEL).is_dir():
+        return "it is gone"
+    return find_damage(folder) if (folder / MANIFEST).is_file() else None
 
 
 def write_members(folder: Path, members: Sequence[str]) -> None:

@@ -43,15 +43,21 @@ class _GoldScores:
         return [sum(parts.values()) for parts in self.parts]
 
 
+class LabPrompts(EvalRows):
+    """Prompts of the lab."""
+
+    path: str = "lab:eval_prompts.jsonl"
+    """File, folder or hub id; default: the held-out prompts."""
+
+
 class LabSuite(Suite):
     """Settings of lab."""
 
     name: ClassVar[str] = "lab"
     data: ClassVar[str] = "prompts of the lab"
-    default_data: ClassVar[str | None] = "lab:eval_prompts.jsonl"
 
-    dataset: EvalRows
-    """Prompts of the lab; --data is dataset.path. Default: lab:eval_prompts.jsonl, the held-out ones."""
+    dataset: LabPrompts = LabPrompts()
+    """Prompts of the lab; --data is dataset.path."""
     reference: str | None = None
     """Folder or hub id of the model to compare with."""
 

@@ -75,8 +75,6 @@ class Suite(Named, Section):
     """The setting that --data sets."""
     limit_key: ClassVar[str] = "dataset.limit"
     """The setting that --limit sets."""
-    default_data: ClassVar[str | None] = None
-    """The data if --data is not given; None: it has to be given."""
     has_own_length: ClassVar[bool] = False
     """Whether the suite sets the length of answers, also for a run that samples other lengths: figures compare then."""
     example_task: ClassVar[str] = ""
@@ -103,7 +101,8 @@ class Suite(Named, Section):
 
     @classmethod
     def settings_of(cls, config: TrainConfig) -> dict[str, Any]:
-        """Return the settings that a run determines: its seed and device, and how its prompts become tokens."""
+        """Return the settings that a run determines: seed, device, sampling, and how its prompts become tokens."""
+        sampled = ("temperature", "batch_size", *(() if cls.has_own_length else ("max_new_tokens",)))
         settings = {
             "seed": config.run.seed,
             "device": config.run.device,
@@ -112,6 +111,7 @@ class Suite(Named, Section):
             "chat_template": config.data.chat_template,
             "chat_template_kwargs": config.data.chat_template_kwargs,
             "system": config.data.system,
+            "sampling": {key: getattr(config.sampling, key) for key in sampled},
         }
         return {key: value for key, value in settings.items() if key in cls.model_fields and value is not None}
 

@@ -20,9 +20,9 @@ from rlhf.guard.alarms.alarm import Alarm, Reading, all_alarms
 from rlhf.guard.alarms.history import HELD_OUT, History, RunFacts
 from rlhf.guard.best import Gain, next_best
 from rlhf.guard.first_step import flat_reward_note
-from rlhf.models.folders import MODEL
+from rlhf.models.folders import MODEL, find_export_damage
 from rlhf.runtime.distributed import Distributed
-from rlhf.tracking.checkpoint import CHECKPOINT_NAME, MANIFEST, find_damage, replace_folder, write_manifest
+from rlhf.tracking.checkpoint import CHECKPOINT_NAME, replace_folder, write_manifest
 from rlhf.training.session import STATE, Recorder, TrainState
 
 
@@ -278,18 +278,11 @@ class BestKeeper:
         if best is None or not self.config.restore:
             return None
         folder = self.place(best.step)
-        if (damage := self._ranks.from_main(_damage_of(folder))) is not None:
+        if (damage := self._ranks.from_main(find_export_damage(folder))) is not None:
             self.recorder.note(f"warning: {folder}: {damage}. The last checkpoint is exported instead of the best")
             return None
         self.recorder.note(f"the exported model is the best checkpoint, of step {best.step}")
         return folder / MODEL
-
-
-def _damage_of(folder: Path) -> str | None:
-    """Describe the damage to the folder of a best checkpoint; runs of earlier versions have no checksums in it."""
-    if not (folder / MODEL).is_dir():
-        return "it is gone"
-    return find_damage(folder) if (folder / MANIFEST).is_file() else None
 
 
 def _best_step_of(checkpoint: Path) -> int:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lock_holder import held_elsewhere
 from runs import colored_prompts, make_model
 
 import rlhf
+from rlhf.comparison.plan import ensure_owner, plan_cells
+from rlhf.config.compare import CompareConfig
 from rlhf.config.files import format_yaml
 from rlhf.config.load import dump, load_train, read_yaml
-from rlhf.errors import CheckpointError, ConfigError
+from rlhf.errors import CheckpointError, ConfigError, UserError
 
 PROMPTS = colored_prompts()
 PAIRS = [{"prompt": prompt, "chosen": "good good", "rejected": "bad bad"} for prompt in PROMPTS]
@@ -89,6 +92,41 @@ def test_prompts_over_the_settings_of_a_run_are_used_whole(tmp_path: Path, monke
     (tmp_path / "config.yaml").write_text(format_yaml(dump(load_train("configs/ppo.yaml"))))
     data = read_yaml(planned(tmp_path, tmp_path, monkeypatch) / "base.yaml")["data"]
     assert data["prompts"].get("part") is data["eval_prompts"].get("part") is data["eval_prompts"].get("limit") is None
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"resume": "always", "prompts": PROMPTS[:4]}, r"^resume is 'always': a comparison continues with the rows"),
+        ({"resume": True, "prompts": PROMPTS[:4]}, r"the comparison in .* or leave resume out for a new comparison$"),
+        ({"resume": True, "lr": 1e-2}, r"start/seed-0 was made with other settings \(train.policy.lr\)"),
+    ],
+)
+def test_a_refused_continuation_changes_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    def begin(config: CompareConfig, *, beside: Path, **_: object) -> bool:
+        for cell in plan_cells(config, beside=beside).cells:
+            ensure_owner(cell)
+        return True
+
+    def contents() -> dict[str, bytes]:
+        files = [path for path in (tmp_path / "compare").rglob("*") if path.is_file() and path.name != ".lock"]
+        return {str(path): path.read_bytes() for path in files}
+
+    monkeypatch.setattr("rlhf.api.runs.run_compare", begin)
+    (tmp_path / "judge.py").write_text("def count(completions):\n    return [0.0 for _ in completions]\n")
+    model, arms = str(make_model(tmp_path / "start")), {"slow": {"policy": {"lr": 1e-6}}}
+    arguments: dict[str, Any] = {
+        **{"completions": 512, "prompts": PROMPTS, "eval_prompts": PROMPTS[:6], "seeds": [0]},
+        **{"reward": f"{tmp_path / 'judge.py'}:count", "folder": tmp_path / "compare", "quiet": True},
+    }
+    rlhf.compare(model, arms, **arguments)
+    before = contents()
+    rlhf.compare(model, arms, **arguments, resume=True)
+    with pytest.raises(UserError, match=message):
+        inspect.unwrap(rlhf.compare)(model, arms, **{**arguments, **changes})
+    assert contents() == before
 
 
 def test_a_lambda_cannot_go_to_other_processes(tmp_path: Path) -> None:

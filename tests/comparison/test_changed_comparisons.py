@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,11 @@ from rlhf.comparison.summary import equal_kl_table, notes
 from rlhf.comparison.terminal import ComparisonTerminal
 from rlhf.comparison.trial import FOLDER, Judgment, read_suites, run_suites, suite_file
 from rlhf.comparison.view import ComparisonView
+from rlhf.config.files import format_yaml
+from rlhf.config.load import dump
+from rlhf.errors import ModelError
 from rlhf.evaluation.frontier import score_at_kl
+from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import encode_line
 
 ROWS = [{"row": row, "prompt": f"red {row}", "completion": "good", "score": 1.0 + row, "length": 1} for row in range(3)]
@@ -80,7 +85,7 @@ def test_a_suite_with_other_settings_is_not_reported_before_it_is_measured_again
     tree = tree_of(tmp_path)
     for cell in plan_of(tree).cells:
         judge(cell)
-    tree["suites"]["ifeval"]["sampling"] = {"max_new_tokens": 6}
+    tree["suites"]["ifeval"]["sampling"] = {"max_new_tokens": 5}
     plan = plan_of(tree)
     assert not run_cells(plan, stopped, ComparisonView())
     assert [read_suites(cell.folder) for cell in plan.cells] == [{}, {}]
@@ -93,7 +98,7 @@ def test_a_suite_that_was_measured_otherwise_by_hand_is_left_out_with_a_note(tmp
         judge(cell)
     path = suite_file(plan.cells[1].folder, "ifeval")
     content = json.loads(path.read_text())
-    content["config"]["sampling"]["max_new_tokens"] = 6
+    content["config"]["sampling"]["max_new_tokens"] = 5
     path.write_text(json.dumps(content))
     cells = read_cells(plan)
     assert [set(result.suites) for result in cells] == [{"ifeval"}, set()]
@@ -106,6 +111,37 @@ def test_a_suite_that_was_measured_otherwise_by_hand_is_left_out_with_a_note(tmp
     console = Console(file=io.StringIO(), width=400)
     ComparisonTerminal(console).results(results, tmp_path / "report.html")
     assert note in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_suite_of_a_model_that_is_gone_is_an_error_that_says_how_to_leave_it_out(tmp_path: Path) -> None:
+    cell = plan_of(tree_of(tmp_path)).cells[1]
+    cell.folder.mkdir(parents=True)
+    (cell.folder / "config.yaml").write_text(format_yaml(dump(cell.config.train)))
+    RunFolder(cell.folder).write_complete(4)
+    message = r"^suites\.ifeval: the run in .* its model/ is gone, .*again \(suites\.ifeval=null leaves it out\)$"
+    with pytest.raises(ModelError, match=message):
+        run_suites(cell.config, cell.folder, str(cell.folder))
+
+
+def test_models_that_answer_at_other_lengths_are_named(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path)
+    for length in (8, 6):
+        tree["arms"]["dpo"]["sampling"] = {"max_new_tokens": length}
+        plan = plan_of(tree)
+        for cell in plan.cells:
+            shutil.rmtree(cell.folder, ignore_errors=True)
+            judge(cell)
+        cells = read_cells(plan)
+        assert [set(result.suites) for result in cells] == [{"ifeval"}] * 2
+        notes_of = summarize(plan, cells).notes
+        assert notes_of == (
+            ()
+            if length == 6  # the base's
+            else (
+                "ifeval: answers have at most 6 tokens (start), 8 tokens (dpo). For one length set "
+                "suites.ifeval.sampling.max_new_tokens.",
+            )
+        )
 
 
 def test_no_figure_of_another_start_model_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,21 @@ from cases import compare_tree, compared, plan_of
 from rich.console import Console
 from runs import write_rows
 
+from rlhf.api.checks import check_arm_files, suite_settings
 from rlhf.cli import main
 from rlhf.comparison.aggregate import read_cells, summarize
-from rlhf.comparison.plan import read_plan
+from rlhf.comparison.plan import plan_cells, read_plan
 from rlhf.comparison.results import ComparisonResults, SuiteFigure
 from rlhf.comparison.summary import difference_tables, format_gain, suite_tables
 from rlhf.comparison.terminal import ComparisonTerminal
 from rlhf.comparison.trial import FOLDER, SuiteScores, read_suites, summarize_suites
-from rlhf.config.load import compare_config, read_yaml
+from rlhf.config.files import format_yaml
+from rlhf.config.load import compare_config, dump, read_yaml
+from rlhf.data.paths import Lookups
 from rlhf.errors import ConfigError, DataError
 from rlhf.evaluation.win_rate import Interval
 from rlhf.factory.evaluation import evaluate_suite
+from rlhf.lab.build import PREFIX
 from rlhf.suites.harness import HarnessSuite
 from rlhf.suites.questions import Estimate, SuiteResult, share_estimate
 from rlhf.suites.subject import Subject
@@ -227,6 +231,47 @@ def test_the_arithmetic_that_a_cpu_chooses_is_no_other_setting(tmp_path: Path, m
     before = files_of(tmp_path / "compare")
     assert compared(tree)
     assert files_of(tmp_path / "compare") == before
+
+
+@pytest.mark.parametrize("suite, length", [("ifeval", 6), ("lab", 6), ("harmful", 64)])  # the run's, or its own
+def test_a_suite_is_sampled_as_by_rlhf_eval_on_the_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suite: str, length: int
+) -> None:
+    monkeypatch.setattr("rlhf.lab.build.lab_folder", lambda spec: tmp_path / "lab")
+    rows = str(write_rows(tmp_path / "rows.jsonl", INSTRUCTIONS))
+    tree = compare_tree(tmp_path, suites={suite: {"dataset": {"path": rows}}}, seeds=[0])
+    cell = next(cell for cell in plan_of(tree).cells if cell.arm == "grpo")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(format_yaml(dump(cell.config.train)))
+    settings, _ = suite_settings(suite, str(run), data=rows, limit=None, against="start", overrides=[])
+    assert cell.config.suites[suite]["sampling"] == dump(settings)["sampling"]
+    assert settings.sampling.max_new_tokens == length
+
+
+def test_the_lab_suite_needs_no_data_and_names_of_the_lab_become_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf.lab.build.lab_folder", lambda spec: tmp_path / "lab")
+    config = compare_config(compare_tree(tmp_path, suites={"lab": {"reference": "lab:base"}}))
+    lab = tmp_path / "lab"
+    for settings in [{}, {"dataset": {"limit": 5}}]:
+        suites = plan_of(compare_tree(tmp_path, suites={"lab": settings})).cells[0].config.suites
+        assert suites["lab"]["dataset"]["path"] == str(lab / "eval_prompts.jsonl")
+        assert suites["lab"]["dataset"]["limit"] == settings.get("dataset", {}).get("limit")
+    assert plan_cells(config, beside=tmp_path).cells[0].config.suites["lab"]["reference"] == str(lab / "base")
+    before = plan_cells(config, beside=tmp_path, lab_files=False)  # the command checks it before it makes the lab
+    assert before.cells[0].config.suites["lab"]["dataset"]["path"] == "lab:eval_prompts.jsonl"
+    check_arm_files(before, Lookups(prefix=PREFIX))
+
+
+def test_models_of_the_lab_that_are_made_later_are_no_missing_files_of_a_suite(tmp_path: Path) -> None:
+    later = tmp_path / "lab"
+    suites = {"lab": {"dataset": {"path": str(later / "rows.jsonl")}, "reference": str(later / "sft")}}
+    plan = plan_of(compare_tree(tmp_path, suites=suites))
+    check_arm_files(plan, Lookups(later=later))
+    with pytest.raises(ConfigError, match=r"suites\.lab: reference: no such file or folder"):
+        check_arm_files(plan, Lookups())
 
 
 def test_a_wrong_suite_is_told_before_anything_runs(tmp_path: Path) -> None:

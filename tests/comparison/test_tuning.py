@@ -15,7 +15,7 @@ import pytest
 import yaml
 from cases import Ended, at_once, compare_tree, compared, failing_arm, here, plan_of
 
-from rlhf.api.comparing import rebuild_comparison, run_compare
+from rlhf.api.comparing import check_owners, rebuild_comparison, run_compare
 from rlhf.comparison.costs import COSTS, CostTracker
 from rlhf.comparison.plan import Cell, ensure_owner
 from rlhf.comparison.results import ComparisonResults
@@ -23,7 +23,7 @@ from rlhf.comparison.scheduler import advice_on_memory, record_failure
 from rlhf.comparison.summary import verdict
 from rlhf.comparison.trial import JUDGED, Judgment
 from rlhf.comparison.tuning.run import NOT_RERUN, tuning_table
-from rlhf.config.files import merge_overrides, parse_overrides
+from rlhf.config.files import merge, merge_overrides, parse_overrides
 from rlhf.config.load import compare_config
 from rlhf.errors import ConfigError, DivergenceError, UserError
 from rlhf.tracking.metrics import format_number
@@ -66,6 +66,10 @@ def timeless(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: timeless(value) for key, value in tree.items() if key != "seconds"}
     return [timeless(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 def prompts_of(folder: Path) -> set[str]:
@@ -176,6 +180,29 @@ def test_trials_with_seeds_that_tuning_does_not_have_are_not_reported(tmp_path: 
         judged.write_text(re.sub(r'"eval/score": [-0-9.e]+', '"eval/score": 99.0', judged.read_text(encoding="utf-8")))
     rebuild_comparison(str(copy))
     assert tuning_of(copy) == tuning_of(finished)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"tune": {"seeds": [1001]}}, r"ppo/seed-0 has the values that other trials .*compare/ppo to tune the"),
+        ({"tune": {"trials": 2}}, r"tuning/trial-\d/.* was made with other settings"),
+        ({"arms": {"best_of_n": {"n": 3}}}, r"best_of_n/seed-0 was made with other settings \(best_of_n.n\)"),
+    ],
+)
+def test_a_change_that_is_refused_trains_no_trial_and_writes_nothing(
+    finished: Path, changes: dict[str, Any], message: str
+) -> None:
+    tree, before = tuned_tree(finished.parent), contents_of(finished)
+    config = compare_config(merge(tree, changes))
+    with pytest.raises(ConfigError, match=message):
+        run_compare(config, beside=Path(), start=lambda cell, place: pytest.fail(f"{cell.label} began"))
+    assert contents_of(finished) == before
+
+
+def test_a_seed_and_an_arm_may_be_added_to_a_tuned_comparison(finished: Path) -> None:
+    added = {"ppo_more": {"policy": {"lr": 1e-6}}}
+    check_owners(plan_of(merge(tuned_tree(finished.parent), {"seeds": [0, 1], "arms": added})), Path())
 
 
 def test_an_interrupted_tuning_continues_to_the_same_end(

@@ -15,6 +15,7 @@ from rlhf.config.load import train_config
 from rlhf.data.paths import resolve_best
 from rlhf.errors import ConfigError
 from rlhf.factory.run import TrainingRun, build_run
+from rlhf.models.folders import digest_of_model
 from rlhf.report.page import write_report
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import Trackers
@@ -120,6 +121,10 @@ def test_the_best_checkpoint_is_exported_named_and_ends_the_run(
     assert rows[state.best.step]["best/gain_low"] > 0 >= rows[-1]["best/gain_low"]
     assert RunFolder(best).read_config()["policy"] == RunFolder(folder).read_config()["policy"]
     assert run_of(tree_of(tmp_path, checkpoint={"best": {"patience": 2}})).train()  # nothing is left to do
+    exported = digest_of_model(str(folder))
+    (folder / "model").rename(folder / "moved")
+    assert digest_of_model(str(folder)) == exported
+    (folder / "moved").rename(folder / "model")
     with pytest.raises(ConfigError, match="has kept no best checkpoint"):
         resolve_best(f"{tmp_path}@best")
     assert resolve_best("owner/name@main") == "owner/name@main"

@@ -65,6 +65,26 @@ def run_tuning(plan: CellPlan, run: RunCells) -> Chosen | None:
     return {arm: chosen_values(plan.trials, arm, choose(scores[arm])) for arm in arms}
 
 
+def chosen_before(plan: CellPlan) -> Chosen:
+    """Return what tuning chose for each arm whose trials have all been run; nothing is run."""
+    assert plan.config.tune is not None, "only a comparison that tunes has trials"
+    arms = dict.fromkeys(cell.arm for cell in plan.trials)
+    best = {arm: _best_trial([cell for cell in plan.trials if cell.arm == arm], plan.config.tune) for arm in arms}
+    return {arm: chosen_values(plan.trials, arm, number) for arm, number in best.items() if number is not None}
+
+
+def _best_trial(cells: Sequence[Cell], tune: TuneConfig) -> int | None:
+    """Return the trial of an arm that won; None if one has still to be run."""
+    going, scores = list(range(tune.trials)), dict[int, float | None]()
+    for number, places in enumerate([*round_sizes(tune.trials, tune.keep)[1:], 0], start=1):
+        played = [cell for cell in cells if trial_of(cell).round == number and trial_of(cell).number in going]
+        if not all(map(is_over, played)):
+            return None
+        scores = round_scores(played)
+        going = promote(scores, places)
+    return choose(scores)
+
+
 def _check_memory(cells: Sequence[Cell]) -> None:
     """Check that no trial ran out of memory beside other cells, which is no property of its values either.
 
