@@ -387,12 +387,58 @@ def test_the_chain_from_an_empty_folder() -> None:
     whole = sum(seconds) + again["seconds"]["paradetox"]
     assert wrong(list(told.groups()), [part / 60 for part in (whole, *seconds)]) == []
     assert f"PPO alone: {told[1]} minutes from nothing on two cores with AMX" in page("README.md")
-    for model, pattern in (("ppo", r"the same J, (.*?\]), and SFT"), ("sft", r"\], and SFT (.*?\])\. Without")):
-        (figures,) = re.findall(pattern, text)
-        j = again["models"][model]["j"]
-        assert wrong(numbers(figures.replace(".", "0.")), [j["value"], j["low"], j["high"]]) == []
-    first, second = (models["ppo"] for models in (measured["models"], again["models"]))
-    assert round(first["figures"]["j"]["value"], 3) == round(second["j"]["value"], 3)
+
+
+def test_what_the_chain_of_the_first_command_did() -> None:
+    measured, text = read("detox.json"), " ".join(page("docs/experiments/detox.md").split())
+    run, judged = measured["ppo_run"], measured["reward_model"]
+    told = re.search(r"The KL to the SFT model is (\S+) nats on held-out prompts", text)
+    assert told is not None
+    assert wrong([told[1]], [run["eval_kl"]]) == []
+    told = re.search(r"The reward model\*\* is right on (\S+) \[(\S+), (\S+)\] of 400", text)
+    assert told is not None
+    assert wrong(decimals(" ".join(told.groups())), [judged[key] for key in ("accuracy", "low", "high")]) == []
+    told = re.search(r"rises from (\S+) to (\S+) in eight steps", text)
+    assert told is not None
+    scores = run["score_by_step"]
+    assert wrong(decimals(" ".join(told.groups())), [scores[0], scores[7]]) == []
+    told = re.search(r"is (\S+) on average in the first twelve steps and (\S+) in the last twelve", text)
+    assert told is not None
+    explained = run["explained_variance"]
+    shown = decimals(" ".join(told.groups()).replace("−", "-"))
+    assert wrong(shown, [sum(half) / 12 for half in (explained[:12], explained[12:])]) == []
+    told = re.search(r"(\S+) tokens became (\S+) on held-out prompts", text)
+    assert told is not None
+    assert wrong([told[2]], [run["eval_length"]]) == []
+    results = page("docs/results.md")
+    told = re.search(r"J (\S+) → (\S+) \[(\S+), (\S+)\] after 1,536", results)
+    assert told is not None
+    sft, ppo = (measured["models"][name]["figures"]["j"] for name in ("sft", "ppo"))
+    assert wrong(decimals(" ".join(told.groups())), [sft["value"], ppo["value"], ppo["low"], ppo["high"]]) == []
+
+
+def test_what_rounding_to_bfloat16_costs() -> None:
+    measured, text = read("bf16_dither.json"), page("docs/decisions/023-dither-before-bfloat16.md")
+    ways = {"float32": "float32", "bfloat16, weights rounded to the nearest": "nearest"}
+    ways |= {"bfloat16, dithered weights": "dithered"}
+    seen = set()
+    for row in rows(text):
+        if row[0] in ways:
+            runs = measured["runs"][ways[row[0]]]
+            assert wrong(decimals(f"{row[1]} {row[2]}"), [runs[seed]["j"]["value"] for seed in "01"]) == [], row
+            seen.add(row[0])
+    assert seen == set(ways)
+    told = re.search(r"(\S+) before, (\S+) rounded to the\s+nearest, (\S+) dithered and rounded", text)
+    assert told is not None
+    assert wrong(list(told.groups()), list(measured["loss_of_256_other_rewrites"].values())) == []
+    told = re.search(r"keep (\S+) % of the change", text)
+    assert told is not None
+    kept = measured["change_kept_by_export_in_bfloat16"]["sft, 800 rewrites"]
+    assert wrong([told[1]], [100 * kept]) == []
+    assert f"{told[1]} % in SFT on 800 rewrites" in page("docs/own_model_and_data.md")
+    told = re.search(r"\((\S+) nats a completion in the detox chain\)", text)
+    assert told is not None
+    assert wrong(decimals(told[1]), [measured["start_kl_of_ppo"]]) == []
 
 
 def test_the_chain_from_fewer_rewrites() -> None:
