@@ -232,6 +232,10 @@ def perplexity(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> flo
     return exp(mean) if mean < LARGEST_EXPONENT else inf
 
 
+_Measured = tuple[list[dict[str, Mean]], dict[str, list[float]]]
+"""The metrics of each part of a batch, and the values of its rows by name."""
+
+
 @torch.no_grad()
 def evaluate_loss(
     batches: Iterable[Batch],
@@ -243,8 +247,9 @@ def evaluate_loss(
 ) -> dict[str, float]:
     """Compute the metrics that a loss reports, averaged over held-out batches, by the names they have there.
 
-    The batches are split over the ranks, and every rank does the same number of passes. A batch is halved on out of
-    memory, as in training.
+    The batches are split over the ranks, and every rank does the same number of passes. The averages are added in the
+    order of the batches, so they are equal to the bit for any number of ranks. A batch is halved on out of memory, as
+    in training.
 
     Args:
         batches: held-out batches.
@@ -253,22 +258,23 @@ def evaluate_loss(
         leave_out: metrics of the loss, and values of its rows, that would mean something else on these batches.
         rows: receives the values of every row, by name and in the order of the batches, if the loss tells them.
     """
-    metrics, passes = Metrics(), AdaptiveMicroBatch(sys.maxsize, what="an evaluation pass")
-    row_values: list[dict[str, list[float]]] = []
+    passes = AdaptiveMicroBatch(sys.maxsize, what="an evaluation pass")
+    dealt: list[_Measured] = []
     for batch, counts in _rank_batches(batches, ranks):
         passes.size = min(passes.size, len(batch))
-        parts, values = passes.run(partial(_loss_metrics, batch, loss, passes))
-        for means in parts if counts else ():
-            metrics.update(_held_out_names(means, leave_out))
-        row_values += [values] if counts else []
+        measured = passes.run(partial(_loss_metrics, batch, loss, passes))
+        dealt += [measured] if counts else []
+    rounds = zip_longest(*ranks.gather(dealt))  # batches were dealt to the ranks in turn
+    in_order = [measured for of_ranks in rounds for measured in of_ranks if measured is not None]
     if rows is not None:
         rows.clear()
-        in_order = _in_order(ranks.gather(row_values))
-        rows.update({name: values for name, values in in_order.items() if name not in leave_out})
-    total = Metrics()
-    for rank_means in ranks.gather(metrics.means()):
-        total.update(rank_means)
-    return total.values()
+        joined = _join([values for _, values in in_order])
+        rows.update({name: values for name, values in joined.items() if name not in leave_out})
+    metrics = Metrics()
+    for parts, _ in in_order:
+        for means in parts:
+            metrics.update(_held_out_names(means, leave_out))
+    return metrics.values()
 
 
 def _held_out_names(means: Mapping[str, Mean], leave_out: Collection[str]) -> dict[str, Mean]:
@@ -277,17 +283,13 @@ def _held_out_names(means: Mapping[str, Mean], leave_out: Collection[str]) -> di
     return {held_out: means[name] for name, held_out in names.items() if held_out}
 
 
-def _in_order(by_rank: Sequence[Sequence[Mapping[str, list[float]]]]) -> dict[str, list[float]]:
-    """Join the row values of batches that were dealt to the ranks in turn, in the order of the batches."""
-    rounds = zip_longest(*by_rank, fillvalue={})
-    batches = [values for dealt in rounds for values in dealt]
+def _join(batches: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+    """Join the row values of batches, in the order of the batches."""
     names = sorted({name for values in batches for name in values})
     return {name: [value for values in batches for value in values.get(name, [])] for name in names}
 
 
-def _loss_metrics(
-    batch: Batch, loss: Loss, passes: AdaptiveMicroBatch, size: int
-) -> tuple[list[dict[str, Mean]], dict[str, list[float]]]:
+def _loss_metrics(batch: Batch, loss: Loss, passes: AdaptiveMicroBatch, size: int) -> _Measured:
     """Compute the metrics of the loss on each part of a batch, at most `size` rows a part, and the values of rows."""
     means: list[Mapping[str, Mean]] = []
     values: dict[str, Tensor] = {}

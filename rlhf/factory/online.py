@@ -355,12 +355,14 @@ def no_grad_batch_multiplier(config: OnlineConfig, engine: Engine) -> int:
 
     On a single GPU it starts as the whole step; a pass that runs out of memory is halved, and the smaller size is kept.
     On a CPU running out of memory cannot be caught in time, and in a distributed run a single rank cannot halve: there
-    the number is fixed.
+    the number is fixed. Of a step whose minibatches take several passes, a pass then has at most half of the rows, so
+    that the passes of one process may be the passes of two.
     """
+    rows, batch = config.completions_per_step, config.batch
+    micro = 1 if batch.micro_batch_tokens else batch.micro_batch_size
     if engine.device.type == "cpu" or engine.ranks.world > 1 or engine.sharding.uses_deepspeed:
-        return NO_GRAD_BATCH_MULTIPLIER
-    rows = config.completions_per_step
-    micro = 1 if config.batch.micro_batch_tokens else config.batch.micro_batch_size
+        takes_several = micro * batch.minibatches < rows
+        return min(NO_GRAD_BATCH_MULTIPLIER, -(-rows // (2 * micro))) if takes_several else NO_GRAD_BATCH_MULTIPLIER
     return max(NO_GRAD_BATCH_MULTIPLIER, -(-rows // micro))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 
 from rlhf.algo.masked import Mean
 from rlhf.batching import Batch, Number, read_numbers
@@ -49,16 +50,19 @@ def read_numbers_once(
 def gather_metrics(
     means: list[dict[str, Mean]], losses: list[list[Number]], ranks: Distributed
 ) -> tuple[Metrics, float]:
-    """Sum the metrics and the losses over micro-batches and ranks, with the same result on each rank."""
-    metrics, total = Metrics(), 0.0
-    for named, terms in zip(means, losses, strict=True):
+    """Sum the metrics and the losses over micro-batches and ranks, with the same result on each rank.
+
+    The first losses of all ranks come first, then the second ones: in the order of one process if each part of an
+    optimizer step is one pass on each rank.
+    """
+    metrics = Metrics()
+    for named in means:
         metrics.update(named)
-        total += float(sum(terms))
-    gathered = ranks.gather((metrics.means(), total))
+    gathered = ranks.gather((metrics.means(), [float(sum(terms)) for terms in losses]))
     merged = Metrics()
     for rank_means, _ in gathered:
         merged.update(rank_means)
-    return merged, sum(loss for _, loss in gathered)
+    return merged, sum(chain.from_iterable(zip_longest(*(totals for _, totals in gathered), fillvalue=0.0)))
 
 
 def count_tokens(batch: Batch) -> int:

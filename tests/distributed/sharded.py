@@ -31,6 +31,7 @@ TRAINERS = ("sft", "rm", "ppo", "grpo", "dpo")
 Tree = dict[str, Any]
 
 EPISODES = {"target": f"{Path(__file__).parents[1] / 'environments' / 'word_games.py'}:Colors", "max_turns": 3}
+PLAYED: Tree = {"reward": {"source": {"type": "environment"}}, "environment": EPISODES}
 STEPS = 6
 LIMIT = 1e-6  # |w - w'| / |w| after so many steps in float32
 # 9 rows in minibatches of 5 and 4, in passes of 2: over two processes shares and passes are ragged.
@@ -74,7 +75,8 @@ def _variants(folder: Path) -> dict[str, Tree]:
         "remax": {"algorithm": {"preset": "remax"}, "batch": {"epochs": 1, "minibatches": 1}},
         "distill": {"algorithm": {"preset": "distill", "policy_loss": {"divergence": "jsd"}}, **_teacher(folder)},
         "opd": {"algorithm": {"preset": "opd"}, "batch": {"epochs": 1, "minibatches": 1}, **_teacher(folder)},
-        "ppo_episodes": {"reward": {"source": {"type": "environment"}}, "environment": EPISODES},
+        "ppo_episodes": PLAYED,
+        "grpo_episodes": {**PLAYED, "algorithm": {"preset": "grpo"}, **groups},
         "online_dpo": {"algorithm": {"preset": "online_dpo"}, **groups},
         "rejection_sampling": {"algorithm": {"preset": "rejection_sampling"}, **groups},
         "dapo": {"algorithm": {"preset": "dapo", "refill_rounds": 2}, **groups},

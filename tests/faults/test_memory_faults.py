@@ -165,3 +165,17 @@ def test_frozen_passes_of_one_gpu_begin_with_the_whole_step(tmp_path: Path) -> N
     many = config.model_copy(update={"batch": config.batch.model_copy(update={"prompts_per_step": 100})})
     assert no_grad_batch_multiplier(many, Engine(torch.device("cuda"))) == 13
     assert no_grad_batch_multiplier(many, Engine(torch.device("cuda"), ranks=Distributed(0, 2))) == 4
+
+
+@pytest.mark.parametrize(
+    "minibatches, rows_of_a_pass, passes",
+    [(1, 8, 1), (2, 4, 2), (4, 2, 4), (8, 1, 4), (1, 4, 2), (1, 16, 4), (2, 8, 4)],
+)
+def test_frozen_passes_have_half_of_a_step_whose_minibatches_take_two(
+    tmp_path: Path, minibatches: int, rows_of_a_pass: int, passes: int
+) -> None:
+    """They are then the passes of two processes. A step whose minibatches take one pass stays whole."""
+    sizes = {"prompts_per_step": 16, "minibatches": minibatches, "micro_batch_size": rows_of_a_pass}
+    config = train_config(merge(tree_of(tmp_path, "run"), {"batch": sizes}))
+    for ranks in (Distributed(), Distributed(0, 2)):
+        assert no_grad_batch_multiplier(config, Engine(torch.device("cpu"), ranks=ranks)) == passes

@@ -16,13 +16,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rlhf.algo.masked import Mean
-from rlhf.batching import Batch
+from rlhf.batching import Batch, Number
 from rlhf.config.sections import OptimizerConfig
 from rlhf.errors import CheckpointError, RankLost
+from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.runtime import distributed as ranks_module
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.engine import LocalModel
 from rlhf.tracking.checkpoint import Checkpoints
+from rlhf.training.micro_batches import gather_metrics
 from rlhf.training.step import LossBatch, optimizer_step
 
 T = TypeVar("T")
@@ -85,6 +87,7 @@ class Squares:
 
     module: nn.Module
     spoiled: float | None = None
+    metric: str = "loss/policy"
 
     def denominators(self, batch: Points) -> dict[str, float]:
         return {"policy": float(len(batch))}
@@ -93,7 +96,18 @@ class Squares:
         errors = (self.module(micro.x).squeeze(-1) - micro.y) ** 2
         if self.spoiled is not None:
             errors = torch.where(micro.y == self.spoiled, torch.nan, errors)
-        return {"policy": errors.sum()}, {"loss/policy": Mean.of(errors)}
+        return {"policy": errors.sum()}, {self.metric: Mean.of(errors)}
+
+
+class HeldOut(Squares):
+    """The same error, with its rows."""
+
+    row_values: dict[str, Tensor]
+
+    def terms(self, micro: Points) -> tuple[dict[str, Tensor], dict[str, Mean]]:
+        errors = (self.module(micro.x).squeeze(-1) - micro.y) ** 2
+        self.row_values = {"loss": errors.detach()}
+        return {"policy": errors.sum()}, {self.metric: Mean.of(errors)}
 
 
 def points(rows: int) -> Points:
@@ -125,6 +139,40 @@ def test_the_number_of_processes_cannot_change_a_step_nor_its_metrics(world: int
     for weights, metrics in in_all(world, lambda ranks: step(ranks, rows)):
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-12)
         assert metrics == pytest.approx(numbers, abs=1e-12)
+
+
+@pytest.mark.parametrize("rows", [4, 7, 8])
+def test_passes_of_the_same_rows_give_the_same_bits_in_one_process_and_two(rows: int) -> None:
+    """Gradients, loss and metrics, if each process has one pass."""
+    half = -(-rows // 2)
+    alone, numbers = step(SINGLE_PROCESS, rows, size=half)
+    for weights, metrics in in_all(2, lambda ranks: step(ranks, rows, size=half)):
+        assert torch.equal(weights, alone)
+        assert metrics == numbers
+
+
+def test_the_total_loss_of_two_parts_has_the_same_bits_in_one_process_and_two() -> None:
+    """Two passes of the policy's loss, then two of the critic's; each process has one of each."""
+    losses: list[list[Number]] = [[0.1], [0.2], [0.3], [0.7]]
+    assert (0.1 + 0.3) + (0.2 + 0.7) != 0.1 + 0.2 + 0.3 + 0.7
+    totals = in_all(2, lambda ranks: gather_metrics([{}] * 2, losses[ranks.rank :: 2], ranks)[1])
+    assert totals == [0.1 + 0.2 + 0.3 + 0.7] * 2
+
+
+def test_held_out_losses_have_the_same_bits_in_any_number_of_processes() -> None:
+    """Their sums go over the batches in order, whichever process has read them."""
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1).double()
+
+    def measured(ranks: Distributed) -> tuple[dict[str, float], dict[str, list[float]]]:
+        rows: dict[str, list[float]] = {}
+        batches = [points(count) for count in (5, 5, 4, 4, 2)]
+        return evaluate_loss(batches, HeldOut(module, metric="loss/sft"), ranks, rows=rows), rows
+
+    alone = measured(SINGLE_PROCESS)
+    assert len(alone[1]["loss"]) == 20
+    for world in (2, 3):
+        assert in_all(world, measured) == [alone] * world
 
 
 def test_a_nan_in_the_rows_of_one_process_keeps_all_from_stepping() -> None:
