@@ -110,6 +110,11 @@ class RewardConfig(Section):
             raise ValueError(
                 "reward.source.how is gdpo, whose scores are standardized already: set reward.shaping.normalize=null"
             )
+        if algorithm.rescue is not None or algorithm.curriculum is not None:
+            raise ValueError(
+                "reward.source.how is gdpo, whose standardized scores tell no success from a failure: set "
+                "algorithm.rescue=null and algorithm.curriculum=null, or reward.source.how=weighted_sum"
+            )
         if reward_parts > 1 or algorithm.refill_rounds:
             raise ValueError(
                 "reward.source.how is gdpo, which looks at a whole step: set overlap.reward_parts=1 and "

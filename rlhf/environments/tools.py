@@ -175,15 +175,14 @@ class ToolEnvironment:
         row = dict(options or {})
         return checked_reset(self.instance.reset(**_taken(self.instance.reset, row, seed))).observation, {}
 
-    def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[Observation, Any, bool, bool, dict[str, Any]]:
         """Run the calls of an action, or end the episode with the instance's reward."""
         calls = read_calls(action)
         if not calls:
-            reward = self._reward(action)
-            return "", float(reward or 0.0), True, False, {}
+            return "", self._reward(action), True, False, {}
         return _run_calls(calls, self.tools)
 
-    def _reward(self, answer: str) -> float:
+    def _reward(self, answer: str) -> Any:
         """Ask the instance for its reward; get_reward may have an argument `answer`, the text without a call."""
         function = getattr(self.instance, REWARD, None)
         return 0.0 if function is None else function(**_taken(function, {"answer": answer}, None))

@@ -26,7 +26,7 @@ from rlhf.section import Needed, NonNegative, OneOf, Section, walk
 from rlhf.user_code import source_of
 
 HOW_ASKED = ("timeout_s", "retries", "concurrency", "cache_dir")
-"""Settings of a judge that change no answer: an interrupted call may go on with others."""
+"""Settings of a judge that change no answer: an interrupted call may go on with others. A verifier's deadline does."""
 NEEDED = Needed("set judge, e.g. --judge runs/reward_model, or --judge http://127.0.0.1:8000/v1 judge.chat.model=NAME")
 
 
@@ -221,7 +221,8 @@ def _identity(judge: Mapping[str, Any]) -> str:
     def kept(value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        rest = {key: entry for key, entry in value.items() if key not in HOW_ASKED}
+        left_out = () if value.get("type") == "verifier" else HOW_ASKED
+        rest = {key: entry for key, entry in value.items() if key not in left_out}
         return {key: entry if key == "kwargs" else kept(entry) for key, entry in rest.items()}
 
     return json.dumps(kept(judge), sort_keys=True)

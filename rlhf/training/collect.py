@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlhf.algo.advantages import fill_missing, uniform_groups
@@ -207,8 +207,8 @@ def collect(
     metrics = cost_metrics(batch[1])
     unused: list[Completions] = []
     if algorithm.refill_rounds > 0 or algorithm.rescue is not None:
-        metrics.update({"score/first_draw": _mean_score(batch[1])})
-    shares = success_shares(batch[1].values, group_size, solved_above=algorithm.solved_above)
+        metrics.update({"score/first_draw": _mean_score(*batch)})
+    shares = success_shares(_counted_scores(*batch), group_size, solved_above=algorithm.solved_above)
     rescue = _rescue(prompts, batch, draw, hinted, algorithm.rescue, due)
     batch, unused = rescue.batch, rescue.unused
     metrics.merge(rescue.metrics)
@@ -222,7 +222,7 @@ def collect(
     if algorithm.advantage.needs_greedy:
         best, best_scores = draw(prompts, "greedy", group_size=1, greedy=True)
         baselines = best_scores.values.repeat_interleave(group_size)
-        metrics.update({"score/greedy": _mean_score(best_scores)})
+        metrics.update({"score/greedy": _mean_score(best, best_scores)})
         unused = [best]
     extra = sum(len(rows) for rows in unused)
     if algorithm.refill_rounds > 0 or algorithm.rescue is not None or unused:
@@ -243,10 +243,15 @@ def collect(
     )
 
 
-def _mean_score(scores: Scores) -> Mean:
-    """Average the scores; a NaN, which no verifier scored, does not count."""
+def _mean_score(completions: Completions, scores: Scores) -> Mean:
+    """Average the scores; a NaN, which no verifier scored, and a failed episode do not count."""
     values = reward_of(scores)
-    return Mean.of(values, ~values.isnan())
+    return Mean.of(values, ~values.isnan() & completions.counted)
+
+
+def _counted_scores(completions: Completions, scores: Scores) -> Float[Tensor, " B"]:
+    """Return the scores, NaN for completions that do not count: a failed episode is no success and no failure."""
+    return scores.values.masked_fill(~completions.counted, torch.nan)
 
 
 def leave_out_unscored(collected: Collected) -> Collected:
@@ -386,7 +391,7 @@ def _sample_with_hint(
     plain, with_hint = prompts.rows(groups), asked.rows(groups)
     drawn = draw(plain, "rescue", number, group_size=per_group, asked=with_hint)
     rescue.hint_tokens += per_group * int(with_hint.prompt_mask.sum() - plain.prompt_mask.sum())
-    solved = success_shares(drawn[1].values, per_group, solved_above=config.solved_above) > 0  # not if all are NaN
+    solved = success_shares(_counted_scores(*drawn), per_group, solved_above=config.solved_above) > 0  # not if NaN
     rescue.by_hint[groups[solved]] = number
     is_used = solved if config.after == 0 else torch.ones_like(solved)
     rescue.batch, replaced, rows = _replace_last_of_groups(rescue.batch, drawn, groups, is_used)

@@ -255,13 +255,7 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
         metrics.merge(episode_metrics(experience))
     metrics.update(_scores_by_source(experience, values))
     if experience.group_size > 1:
-        best = values.view(-1, experience.group_size).amax(dim=1)
-        metrics.update(
-            {
-                "score/best_of_group": Mean.of(best),
-                "group/uniform": Mean.of(uniform_groups(experience.scores, experience.group_size)),
-            }
-        )
+        metrics.update(_group_metrics(experience, values))
     if models.has_critic:
         plain = mask & ~experience.hinted[:, None]
         metrics.update({"critic/value": Mean.of(experience.values, plain)})
@@ -269,6 +263,18 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
         variance = explained_variance(experience.values, experience.returns, plain)
         metrics.add("critic/explained_variance", variance)
     return metrics
+
+
+def _group_metrics(experience: Experience, values: Float[Tensor, " B"]) -> dict[str, Mean]:
+    """Compute the best score of groups, and the share whose scores are all equal, of the rows that count."""
+    counted = experience.counted.view(-1, experience.group_size)
+    best = values.view(counted.shape).masked_fill(~counted, -torch.inf).amax(dim=1)
+    uniform = uniform_groups(experience.scores, experience.group_size).view(counted.shape)[:, 0]
+    has_any, has_several = counted.sum(dim=1) > 0, counted.sum(dim=1) > 1
+    return {
+        "score/best_of_group": Mean.of(best.masked_fill(~has_any, 0.0), has_any),
+        "group/uniform": Mean.of(uniform, has_several),
+    }
 
 
 def _penalties(experience: Experience) -> Float[Tensor, " B"]:

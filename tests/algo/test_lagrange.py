@@ -116,6 +116,9 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert "no mean to limit" in refused(reward={"cost": {"source": gdpo}})
     centered = merge(groups, {"algorithm": {"advantage": {"baseline": "centered"}}})
     assert "cannot be weighed" in refused(**merge(centered, {"reward": {"source": gdpo}}))
+    plain = merge(centered, {"algorithm": {"lagrange": None}, "reward": {"source": gdpo, "cost": None}})
+    for part in ({"rescue": rescue}, curriculum["algorithm"]):
+        assert "tell no success from a failure" in refused(**merge(plain, {"algorithm": part}))
     distill = {"algorithm": {"preset": "distill", "lagrange": {}}, "teacher": {"model": "t"}, "critic": None}
     assert "policy_loss.type=distill reads neither" in refused(**distill)
     assert "lagrange.start is 30" in refused(algorithm={"lagrange": {"start": 30}})

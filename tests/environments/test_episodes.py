@@ -29,7 +29,7 @@ from rlhf.sampling.fast import prefix_cache
 from rlhf.training.annotate import annotate
 from rlhf.training.collect import fill_failed, sample_and_score
 from rlhf.training.online_run import OnlineRun
-from rlhf.training.rollout import episode_metrics
+from rlhf.training.rollout import episode_metrics, rollout_metrics
 from rlhf.types import Completions, Experience, Scores, StopReason
 
 EOS = 2
@@ -238,6 +238,7 @@ def test_an_episode_whose_environment_failed_moves_no_cost_and_no_deviation(tmp_
     counted, parts, metrics = collected.completions.counted, collected.scores.parts, collected.metrics.values()
     assert counted.sum() == 15
     assert parts[COST][~counted].isnan().all()
+    assert torch.equal(collected.shares.isnan(), ~counted), "a failed episode is no success and no failure"
     assert metrics["cost/mean"] == pytest.approx(float(parts[COST][counted].mean()))
     assert metrics["score/running_std"] == pytest.approx(float(parts[REWARD][counted].std(correction=0)))
 
@@ -427,6 +428,23 @@ def test_a_first_observation_without_room(tmp_path: Path) -> None:
     rows = played(runs.online(tree(tmp_path, "Wordy", kwargs={"words": 3}), f"run.out_dir={tmp_path / 'b'}"))
     assert (rows.prompt_mask.sum(dim=1) >= 5).all()
     assert all(str(reference["prompt"]).endswith("\n\nred red red") for reference in rows.references)
+
+
+def test_groups_without_an_episode_are_neither_uniform_nor_the_best(tmp_path: Path) -> None:
+    """Two of each prompt, and no episode of one of them begins: the groups of the others, by hand."""
+    settings = tree(tmp_path, "Wordy", kwargs={"words": 80, "prompt": "red one"})
+    settings["algorithm"] = {"preset": "rloo"}
+    settings["sampling"] = {"max_new_tokens": 6, "completions_per_prompt": 2}
+    run = runs.online(settings)
+    collected = sample_and_score(run, 1)
+    assert collected is not None
+    experience = compute_advantages(annotate(run, collected), run.algorithm, run.coefs)
+    counted = experience.counted.view(-1, 2)
+    assert 0 < counted[:, 0].sum() < len(counted)
+    groups = experience.reported_scores.view(-1, 2)[counted[:, 0]].double()
+    metrics = rollout_metrics(experience, collected.scores, run.models, run.algorithm).values()
+    assert metrics["score/best_of_group"] == pytest.approx(float(groups.amax(dim=1).mean()))
+    assert metrics["group/uniform"] == pytest.approx(float((groups[:, 0] == groups[:, 1]).double().mean()))
 
 
 def test_episodes_that_could_not_begin_are_counted_and_noted(tmp_path: Path) -> None:

@@ -207,6 +207,18 @@ def test_a_property_of_a_class_of_tools_is_not_read_before_the_reset() -> None:
     assert environment.step('<tool>{"name": "add", "arguments": {"number": 4}}</tool>')[0] == "7"
 
 
+@pytest.mark.parametrize("reward", [None, "0.5", float("nan")])
+def test_a_reward_that_is_no_number_is_a_failure_of_the_tools(reward: object) -> None:
+    class Paid(Counter):
+        def get_reward(self) -> object:
+            return reward
+
+    environment = ToolEnvironment(Paid())
+    environment.reset(options={"start": 3})
+    with pytest.raises(EnvironmentFault, match="the reward has to be a finite number"):
+        checked_step(environment.step("7"))
+
+
 def test_guess_the_number() -> None:
     guess = example("guess_number")
     wins = sum(len(guess.random_game(seed)) < 10 for seed in range(2000)) / 2000

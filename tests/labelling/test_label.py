@@ -413,6 +413,17 @@ def test_an_interrupted_call_goes_on_with_other_patience(folder: Path) -> None:
             label(served(server.url, folder, judge={"type": "pairs", "chat": {**chat, "max_tokens": 9}}))
 
 
+def test_another_deadline_of_a_verifier_is_another_judge(folder: Path) -> None:
+    """An answer that takes longer is graded as on_timeout says: by the deadline, not by patience."""
+    (folder / "grader.py").write_text("def grade(completion, row):\n    return float(len(completion))\n")
+    source = {"type": "verifier", "name": f"{folder / 'grader.py'}:grade", "timeout_s": 20.0}
+    tree = {"completions": {"path": str(folder / "completions.jsonl")}, "out": str(folder / "pairs.jsonl")}
+    label(LabelConfig.model_validate({**tree, "judge": {"type": "scores", "source": source}}))
+    slower = {"type": "scores", "source": {**source, "timeout_s": 30.0}}
+    with pytest.raises(DataError, match="labels of another judge"):
+        label(LabelConfig.model_validate({**tree, "judge": slower}))
+
+
 @pytest.mark.parametrize("write", ["pairs", "best_and_worst", "rankings"])
 def test_a_completion_without_a_score_is_in_no_row(folder: Path, write: str) -> None:
     """Such as one that no verifier applies to: NaN is neither more nor less than any score."""
