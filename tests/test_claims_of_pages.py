@@ -428,6 +428,13 @@ def test_what_rounding_to_bfloat16_costs() -> None:
             assert wrong(decimals(f"{row[1]} {row[2]}"), [runs[seed]["j"]["value"] for seed in "01"]) == [], row
             seen.add(row[0])
     assert seen == set(ways)
+    shown = " and ".join([r"(\.\d+)"] * 2)
+    told = re.search(
+        rf"{shown} in float32, {shown} in bfloat16[^;]*; [^;]* J is {shown} ", " ".join(page("docs/speed.md").split())
+    )
+    assert told is not None
+    values = [measured["runs"][way][seed]["j"]["value"] for way in ("float32", "dithered", "nearest") for seed in "01"]
+    assert wrong(decimals(" ".join(told.groups())), values) == []
     told = re.search(r"(\S+) before, (\S+) rounded to the\s+nearest, (\S+) dithered and rounded", text)
     assert told is not None
     assert wrong(list(told.groups()), list(measured["loss_of_256_other_rewrites"].values())) == []
