@@ -29,11 +29,13 @@ def dither_matrices(module: nn.Module, engine: Engine) -> None:
     for parameter in module.parameters():
         is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1  # of a shard, shape is the part's
         if parameter.requires_grad and parameter.dtype == torch.float32 and is_matrix:
-            part = engine.part(parameter).view(-1)
-            first = engine.first_element(parameter)
-            for start in range(0, len(part), CHUNK):
-                piece = part[start : start + CHUNK]
+            part, first = engine.part(parameter), engine.first_element(parameter)
+            flat = part.reshape(-1)  # a copy of a transposed weight
+            for start in range(0, len(flat), CHUNK):
+                piece = flat[start : start + CHUNK]
                 piece.copy_(dither(piece, first=first + start))
+            if not part.is_contiguous():
+                part.copy_(flat.view_as(part))
 
 
 def dither(numbers: Float[Tensor, " N"], *, first: int = 0) -> Float[Tensor, " N"]:

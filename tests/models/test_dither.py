@@ -98,6 +98,17 @@ def test_trained_matrices_get_offsets(tied: bool) -> None:
     assert changed == {"embedding.weight", "inner.weight"} | (set() if tied else {"head.weight"})
 
 
+def test_a_transposed_weight_gets_the_offsets_of_its_rows() -> None:
+    plain, transposed = nn.Linear(6, 4), nn.Linear(6, 4)
+    nn.init.constant_(plain.weight, 1.0)
+    transposed.weight = nn.Parameter(torch.ones(6, 4).T)
+    for module in (plain, transposed):
+        dither_matrices(module, CPU)
+    assert not transposed.weight.is_contiguous()
+    assert torch.equal(transposed.weight, plain.weight)
+    assert not bool((plain.weight == 1.0).all())
+
+
 def test_weights_in_bfloat16_stay() -> None:
     module = Parts(tied=False).to(torch.bfloat16)
     dither_matrices(module, CPU)
