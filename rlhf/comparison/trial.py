@@ -21,7 +21,6 @@ from jaxtyping import Float
 from rich.console import Console
 from torch import Tensor
 
-from rlhf.batching import concat
 from rlhf.comparison.costs import (
     COSTS,
     Costs,
@@ -50,6 +49,7 @@ from rlhf.report.terminal import Terminal
 from rlhf.runtime.distributed import is_main_process, shutdown
 from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.seeding import derive_seed
+from rlhf.sampling.sampler import sample_batches
 from rlhf.suites.suite import Suite, find_suite
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, to_json
@@ -212,9 +212,9 @@ def _draw(
         raise ConfigError("best of n needs a reward to pick by, a judge and held-out prompts: see docs/compare.md")
     prompts = load_prompts_of_run(held_out, train, completer.tokenizer, completer.model)
     key = derive_seed(cell.seed, "best of n")
-    batches = prompts.batches(max(1, train.sampling.batch_size // arm.samples))
+    batches = list(prompts.batches(max(1, train.sampling.batch_size // arm.samples)))
     sampler = completer.player(train.environment, train.plugins)
-    completions = concat([sampler.sample(batch, key=key, group_size=arm.samples) for batch in batches])
+    completions = sample_batches(sampler, batches, key=key, group_size=arm.samples)
     proxy = build_source(cell.proxy, completer.tokenizer, engine, leaves_out=True)(completions)
     seconds = time.perf_counter() - start
     gold = build_source(judge, completer.tokenizer, engine, leaves_out=True)(completions)

@@ -113,7 +113,7 @@ class RewardConfig(Section):
         if algorithm.rescue is not None or algorithm.curriculum is not None:
             raise ValueError(
                 "reward.source.how is gdpo, whose standardized scores tell no success from a failure: set "
-                "algorithm.rescue=null and algorithm.curriculum=null, or reward.source.how=weighted_sum"
+                "algorithm.rescue=null and algorithm.curriculum=null, or reward.source.how=sum"
             )
         if reward_parts > 1 or algorithm.refill_rounds:
             raise ValueError(

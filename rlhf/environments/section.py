@@ -13,7 +13,7 @@ from rlhf.section import Facts, Rule, Section, Value
 from rlhf.user_code import OBJECT, files_of
 
 Count = Annotated[int, Ge(1)]
-ERROR_SHARE = 0.05  # of the episodes of a step; more failures of environments stop the run
+ERROR_SHARE = 0.05  # of the episodes of a step or an evaluation; more failures of environments stop the run
 
 
 def few_tokens(environment: EnvironmentConfig, facts: Facts) -> Value | None:
@@ -47,7 +47,7 @@ class EnvironmentConfig(Section):
     on_error: Literal["drop", "zero", "stop"] = "drop"
     """Treatment of an episode whose environment raises, hangs, or returns NaN. drop: the episode is left out of
     the loss and of its group's baseline; zero: it ends there with the rewards so far; stop: the run is saved and stops.
-    More than 5 % of a step's episodes, and more than one, stop the run in any case."""
+    More than 5 % of the episodes of a step or an evaluation, and more than one, stop the run in any case."""
     workers: Annotated[int, Ge(0)] = 0
     """Processes that run environments, for each rank. 0: they run in the process that trains. Does not change
     results."""

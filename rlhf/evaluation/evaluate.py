@@ -22,13 +22,13 @@ from torch import Tensor
 from rlhf.algo.advantages import fill_missing
 from rlhf.algo.kl import kl_estimate
 from rlhf.algo.masked import Mean, read_means
-from rlhf.batching import Batch, concat, extend
+from rlhf.batching import Batch, extend
 from rlhf.errors import NonFiniteScores
 from rlhf.models.policy_models import Models
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.memory import AdaptiveMicroBatch
-from rlhf.sampling.sampler import Sampler
+from rlhf.sampling.sampler import Sampler, sample_batches
 from rlhf.tracking.metrics import Metrics, describe
 from rlhf.training.rollout import sample_records, turn_counts
 from rlhf.training.step import Loss, RowWiseLoss
@@ -97,7 +97,7 @@ def evaluate_policy(
         else AdaptiveMicroBatch(rows_per_pass, what="an evaluation pass")
     )
     with models.engine.whole(models.policy, models.dtype):
-        completions = concat([sampler.sample(batch, key=key, group_size=1) for batch in prompts])
+        completions = sample_batches(sampler, prompts, key=key, group_size=1)
     scores = of_counted(completions, judge(completions))
     rollout, exact_kl = _score_rollout(completions, filled(scores), models, passes)
     metrics = _rollout_metrics(rollout, scores.values.isnan())
@@ -111,7 +111,7 @@ def evaluate_policy(
         metrics |= _mean_and_error("eval/cost", costs[~costs.isnan()])  # NaN: no verifier applies
     if greedy:
         with models.engine.whole(models.policy, models.dtype):
-            most_likely = concat([sampler.sample(batch, key=key, group_size=1, greedy=True) for batch in prompts])
+            most_likely = sample_batches(sampler, prompts, key=key, group_size=1, greedy=True)
         greedy_scores = filled(of_counted(most_likely, judge(most_likely)))
         metrics["eval/score_greedy"] = float(greedy_scores.values.double().mean())
     return PolicyEvaluation(metrics, rollout, scores, exact_kl)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.batching import extend
+from rlhf.batching import concat, extend
 from rlhf.data.bridge import make_bridge, writes_tools
 from rlhf.data.conversation import Message
 from rlhf.data.prompts import CONVERSATION, MESSAGES, SOURCE, own_prompt
@@ -111,6 +111,17 @@ class EpisodeCounts:
         return metrics
 
 
+@dataclass
+class PlayedTogether:
+    """What became of the episodes that are judged together: a step's, or an evaluation's."""
+
+    episodes: int  # all of them, also those that are yet to be played
+    played: int = 0
+    not_begun: int = 0
+    any_begun: bool = False
+    faults: list[str] = field(default_factory=list)
+
+
 class EpisodeSampler:
     """Samples episodes with the policy's sampler and a pool of environments; a Sampler itself.
 
@@ -142,15 +153,27 @@ class EpisodeSampler:
         self.note: Callable[[str], None] = lambda _: None
         self.counts = EpisodeCounts()
         self._played = 0
-        self._faults: list[str] = []  # of the episodes of this call
+        self._together = PlayedTogether(0)  # of this call
         self._has_tool_form: bool | None = None
 
     def sample(self, prompts: Prompts, *, key: int, group_size: int, greedy: bool = False) -> Completions:
-        """Play `group_size` episodes of each prompt; see Sampler.sample.
+        """Play `group_size` episodes of each prompt; see `sample_batches`."""
+        return self.sample_batches([prompts], key=key, group_size=group_size, greedy=greedy)
+
+    def sample_batches(
+        self, batches: Sequence[Prompts], *, key: int, group_size: int, greedy: bool = False
+    ) -> Completions:
+        """Play `group_size` episodes of each prompt of all batches; see Sampler.sample.
 
         Raises:
-            RewardError: too many environments failed, or one did and environment.on_error is stop.
+            RewardError: too many of all these environments failed, or one did and environment.on_error is stop.
         """
+        self._together = PlayedTogether(group_size * sum(map(len, batches)))
+        played = concat([self._sample(batch, key, group_size, greedy) for batch in batches])
+        self._report()
+        return played
+
+    def _sample(self, prompts: Prompts, key: int, group_size: int, greedy: bool) -> Completions:
         rows = repeat_rows(prompts, group_size)
         episodes = self._begin(rows, key, group_size)
         try:
@@ -158,10 +181,10 @@ class EpisodeSampler:
                 first = self._play(rows, episodes, key, greedy)
         finally:
             closed = self._ask(End(episode.number) for episode in episodes)
-        self._check_faults(episodes)
+        self._count(episodes, any_begun=first is not None)
+        self._check_faults()
         if unclosed := [answer.reason for answer in closed if isinstance(answer, Fault)]:
             self.note(f"warning: {len(unclosed)} of {len(episodes)} environments did not close: {unclosed[0]}")
-        self._check_begun(episodes, any_begun=first is not None)
         self.counts.episodes += len(episodes)
         return self._collect(rows, episodes, first, group_size)
 
@@ -177,7 +200,6 @@ class EpisodeSampler:
         self._played += len(rows)
         seeds = [derive_seed(key, "environment", row // group_size) % LARGEST_SEED for row in rows.row_ids.tolist()]
         requests = [Begin(e.number, seed, _options(e.reference)) for e, seed in zip(episodes, seeds, strict=True)]
-        self._faults = []
         for episode, answer in zip(episodes, self._ask(requests), strict=True):
             if isinstance(answer, Fault):
                 self._fail(episode, answer)
@@ -309,7 +331,7 @@ class EpisodeSampler:
     def _fail(self, episode: Episode, fault: Fault) -> None:
         """End an episode whose environment failed, by the rule of environment.on_error."""
         episode.stop = StopReason.ERROR
-        self._faults.append(fault.reason)
+        self._together.faults.append(fault.reason)
         if self.config.on_error == "stop":
             raise RewardError(
                 f"the environment {self.config.target!r} failed (environment.on_error=stop): {fault.reason}"
@@ -319,42 +341,50 @@ class EpisodeSampler:
         elif episode.ids:
             episode.rewards[len(episode.ids) - 1] = 0.0
 
-    def _check_faults(self, episodes: Sequence[Episode]) -> None:
-        """Report failures, and stop if they are more than single ones.
+    def _count(self, episodes: Sequence[Episode], *, any_begun: bool) -> None:
+        self._together.played += len(episodes)
+        self._together.not_begun += sum(e.stop is StopReason.CONTEXT and not e.ids for e in episodes)
+        self._together.any_begun |= any_begun
+
+    def _failed(self) -> str:
+        faults, played = self._together.faults, self._together.played
+        return f"{len(faults)} of {played} episodes failed in the environment {self.config.target!r}"
+
+    def _check_faults(self) -> None:
+        """Check, also before all episodes are played, that failures are no more than single ones.
 
         Raises:
-            RewardError: more than 5 % of the episodes failed, and more than one.
+            RewardError: more than 5 % of all episodes failed, and more than one.
         """
-        if not self._faults:
-            return
-        failed = f"{len(self._faults)} of {len(episodes)} episodes failed in the environment {self.config.target!r}"
-        if len(self._faults) > max(1, ERROR_SHARE * len(episodes)):
+        faults, episodes = self._together.faults, self._together.episodes
+        if len(faults) > max(1, ERROR_SHARE * episodes):
             raise RewardError(
-                f"{failed}, more than {ERROR_SHARE:.0%}: what is left would be another task. "
-                f"The first: {self._faults[0]}"
+                f"{self._failed()}, more than {ERROR_SHARE:.0%} of {episodes}: what is left would be another task. "
+                f"The first: {faults[0]}"
             )
-        self.note(f"warning: {failed}: {self._faults[0]}")
 
-    def _check_begun(self, episodes: Sequence[Episode], *, any_begun: bool) -> None:
-        """Report the episodes whose first observation leaves no room for an action.
+    def _report(self) -> None:
+        """Report single failures, and the episodes whose first observation leaves no room for an action.
 
         Raises:
             RewardError: no episode could begin, and not because environments failed.
         """
+        together = self._together
+        if together.faults:
+            self.note(f"warning: {self._failed()}: {together.faults[0]}")
         room = (
             f"leaves no room for an action of sampling.max_new_tokens={self.max_new_tokens} in the model's context of "
             f"{self.context}"
         )
-        if not any_begun and not self._faults:
+        if not together.any_begun and not together.faults:
             raise RewardError(
                 f"no episode could begin: the first observation of {self.config.target!r} {room}; shorten it, or lower "
                 "sampling.max_new_tokens"
             )
-        not_begun = sum(episode.stop is StopReason.CONTEXT and not episode.ids for episode in episodes)
-        if not_begun:
+        if together.not_begun:
             self.note(
-                f"warning: {not_begun} of {len(episodes)} episodes could not begin, and are left out: their first "
-                f"observation {room}"
+                f"warning: {together.not_begun} of {together.played} episodes could not begin, and are left out: their "
+                f"first observation {room}"
             )
 
     def _ask(self, requests: Iterable[HostRequest]) -> list[HostReply]:

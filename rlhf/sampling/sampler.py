@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from rlhf.batching import concat
 from rlhf.config.sections import SamplingConfig
 from rlhf.errors import ConfigError
 from rlhf.models.adapters import base_model, is_adapted
@@ -31,6 +32,25 @@ class Sampler(Protocol):
         """
 
 
+@runtime_checkable
+class BatchesSampler(Sampler, Protocol):
+    """A sampler that has to know which batches belong together."""
+
+    def sample_batches(
+        self, batches: Sequence[Prompts], *, key: int, group_size: int, greedy: bool = False
+    ) -> Completions:
+        """Sample completions of the prompts of all batches; see Sampler.sample."""
+
+
+def sample_batches(
+    sampler: Sampler, batches: Sequence[Prompts], *, key: int, group_size: int, greedy: bool = False
+) -> Completions:
+    """Sample completions of the prompts of all batches, one batch after another; see Sampler.sample."""
+    if isinstance(sampler, BatchesSampler):
+        return sampler.sample_batches(batches, key=key, group_size=group_size, greedy=greedy)
+    return concat([sampler.sample(batch, key=key, group_size=group_size, greedy=greedy) for batch in batches])
+
+
 class OffloadingSampler:
     """A sampler during whose rollouts the models that it does not read are off the device."""
 
@@ -42,6 +62,13 @@ class OffloadingSampler:
         """Sample completions; see Sampler.sample."""
         with self.offload.rollout():
             return self.sampler.sample(prompts, key=key, group_size=group_size, greedy=greedy)
+
+    def sample_batches(
+        self, batches: Sequence[Prompts], *, key: int, group_size: int, greedy: bool = False
+    ) -> Completions:
+        """Sample completions of several batches; see BatchesSampler.sample_batches."""
+        with self.offload.rollout():
+            return sample_batches(self.sampler, batches, key=key, group_size=group_size, greedy=greedy)
 
 
 LAYERS = {"full_attention", "sliding_attention"}  # layer types whose keys and values the fast sampler can cache

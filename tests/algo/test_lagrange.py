@@ -118,7 +118,11 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert "cannot be weighed" in refused(**merge(centered, {"reward": {"source": gdpo}}))
     plain = merge(centered, {"algorithm": {"lagrange": None}, "reward": {"source": gdpo, "cost": None}})
     for part in ({"rescue": rescue}, curriculum["algorithm"]):
-        assert "tell no success from a failure" in refused(**merge(plain, {"algorithm": part}))
+        refusal = refused(**merge(plain, {"algorithm": part}))
+        assert "tell no success from a failure: " in refusal
+        assert "reward.source.how=sum" in refusal
+        summed = merge(plain, {"algorithm": part, "reward": {"source": {"how": "sum"}}})
+        assert train_config(merge(TREE, summed)).algorithm.advantage.only_centers, "as the refusal advises"
     distill = {"algorithm": {"preset": "distill", "lagrange": {}}, "teacher": {"model": "t"}, "critic": None}
     assert "policy_loss.type=distill reads neither" in refused(**distill)
     assert "lagrange.start is 30" in refused(algorithm={"lagrange": {"start": 30}})

@@ -34,6 +34,8 @@ def test_a_missing_score_is_neither_a_failure_nor_a_success() -> None:
     scores = torch.tensor([0.0, torch.nan, torch.nan, torch.nan, 1.0, torch.nan])
     assert failed_groups(scores, 2, solved_above=0.0).tolist() == [True, False, False]
     assert success_shares(scores, 2, solved_above=0.0).nan_to_num(-1).tolist() == [0, -1, 1]
+    with_failure = torch.tensor([1.0, 0.0, 0.0, torch.nan])
+    assert success_shares(with_failure, 4, solved_above=0.0).tolist() == [1 / 3]
 
 
 def test_a_score_of_the_limit_is_no_success() -> None:

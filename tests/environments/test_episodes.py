@@ -21,11 +21,12 @@ from rlhf.environments.host import Act, Begin, End
 from rlhf.environments.pool import EnvironmentPool
 from rlhf.environments.protocol import Fault
 from rlhf.errors import RewardError
-from rlhf.evaluation.evaluate import evaluate_policy
+from rlhf.evaluation.evaluate import PolicyEvaluation, evaluate_policy
 from rlhf.experience import compute_advantages
 from rlhf.rewards.cost import COST, REWARD
 from rlhf.sampling.episodes import EpisodeSampler
 from rlhf.sampling.fast import prefix_cache
+from rlhf.sampling.sampler import sample_batches
 from rlhf.training.annotate import annotate
 from rlhf.training.collect import fill_failed, sample_and_score
 from rlhf.training.online_run import OnlineRun
@@ -304,6 +305,29 @@ def test_many_failures_stop_the_run(tmp_path: Path) -> None:
         played(run, group_size=1)
 
 
+@pytest.mark.parametrize("size", [1, 4, 40])
+def test_failures_are_judged_over_a_whole_evaluation_in_batches_of_any_size(tmp_path: Path, size: int) -> None:
+    """2 of 40 are 5 % and pass, also if both are among the first four; 3 of 40 are more, also one by one."""
+    run, notes = runs.online(tree(tmp_path, "Broken", kwargs={"how": "raise"})), list[str]()
+    assert run.episodes is not None
+    run.episodes.note = notes.append
+    rows = run.prompts(1)
+    bad = [row for row, reference in enumerate(rows.references) if reference["prompt"] == "red one"]
+    good = [row for row in range(len(rows)) if row not in bad]
+
+    def evaluated(failing: int) -> PolicyEvaluation:
+        prompts = rows.rows(torch.tensor([*bad[:1] * failing, *(good * 3)[: 40 - failing]]))
+        batches = [prompts.rows(torch.arange(start, start + size)) for start in range(0, 40, size)]
+        judge, models = run.reward, run.models
+        return evaluate_policy(batches, run.sampler, models, judge, proxy=None, key=5, greedy=False, rows_per_pass=40)
+
+    assert evaluated(2).rollout.counted.tolist() == [False] * 2 + [True] * 38
+    assert [note.partition(" in the environment")[0] for note in notes] == ["warning: 2 of 40 episodes failed"]
+    with pytest.raises(RewardError, match="more than 5% of 40"):
+        evaluated(3)
+    _close(run)
+
+
 def test_on_error_stop_and_zero(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"on_error=stop.*no more colors"):
         played(runs.online(tree(tmp_path, "Broken", kwargs={"how": "raise"}, on_error="stop")), group_size=1)
@@ -462,6 +486,11 @@ def test_episodes_that_could_not_begin_are_counted_and_noted(tmp_path: Path) -> 
         "action of sampling.max_new_tokens=6 in the model's context of 64"
     ]
     assert episode_metrics(rows)["env/not_begun"] == 2 / 32
+    first, prompts = notes.pop(), run.prompts(1)
+    one_by_one = [prompts.rows(torch.tensor([row])) for row in range(len(prompts))]
+    again = sample_batches(run.sampler, one_by_one, key=5, group_size=2)
+    assert notes == [first], "also if the one that cannot begin is alone in its batch"
+    assert torch.equal(again.counted, rows.counted)
     _close(run)
 
 
