@@ -177,6 +177,8 @@ def length_notes(cells: Sequence[CellResult]) -> list[str]:
     lengths: dict[str, dict[int, dict[str, None]]] = {}  # suite -> sampling.max_new_tokens -> arms
     for result in cells:
         for name in result.suites.keys() & result.cell.config.suites.keys():
+            if "truncated" not in result.suites[name].figures:  # the suite reads probabilities, and nothing is written
+                continue
             length = result.cell.config.suites[name]["sampling"]["max_new_tokens"]
             lengths.setdefault(name, {}).setdefault(length, {})[result.cell.arm] = None
     return [

@@ -48,6 +48,7 @@ from rlhf.factory.models import (
 )
 from rlhf.factory.teacher import build_teacher
 from rlhf.models.backbone import context_length
+from rlhf.models.dither import dither_matrices
 from rlhf.models.policy_models import Ema, Models
 from rlhf.models.saving import save_models
 from rlhf.runtime.device import choose_precision
@@ -393,6 +394,9 @@ def attach_reference(
     elif needs_reference_during_training(config) or context.resume is not None or config.reference.model is not None:
         with seeded_initialization(context.seed):
             reference = build_reference(config, tokenizer, context.engine)
+        is_start = config.reference.model is None and not needs_reference_during_training(config)
+        if is_start and config.policy.weights == "auto" and models.dtype == "bfloat16":
+            dither_matrices(reference, context.engine, frozen=True)  # what the policy was before the first step
         if config.reference.model is not None:
             context.identify_model("reference.model", config.reference.model)
         models.reference = context.engine.freeze("reference", reference)

@@ -21,14 +21,14 @@ SMALLEST_NORMAL, INFINITE = 0x00800000, 0x7F800000  # bits of float32
 
 
 @torch.no_grad()
-def dither_matrices(module: nn.Module, engine: Engine) -> None:
+def dither_matrices(module: nn.Module, engine: Engine, *, frozen: bool = False) -> None:
     """Add offsets to the trained float32 matrices of a module whose arithmetic is in bfloat16, in place.
 
-    Vectors are not rounded by the arithmetic, and stay.
+    Vectors are not rounded by the arithmetic, and stay. So do weights that are not trained, unless `frozen`.
     """
     for parameter in module.parameters():
         is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1  # of a shard, shape is the part's
-        if parameter.requires_grad and parameter.dtype == torch.float32 and is_matrix:
+        if (parameter.requires_grad or frozen) and parameter.dtype == torch.float32 and is_matrix:
             part, first = engine.part(parameter), engine.first_element(parameter)
             flat = part.reshape(-1)  # a copy of a transposed weight
             for start in range(0, len(flat), CHUNK):

@@ -23,8 +23,8 @@ MEMBERS = "ensemble.json"  # in a folder of separate reward models: the paths of
 def model_folder(path: str) -> str:
     """Return the folder of the weights: a run folder's model or newest intact checkpoint, or `path` itself.
 
-    A run that has ended and lost its model has the weights that it exported in a checkpoint: the best one if it exports
-    that, otherwise the last.
+    A run that has ended and lost its model stands for a checkpoint: the best one if it exports that, otherwise the
+    last. The last one of a run with an average of the weights has others than the export, and is refused.
 
     Raises:
         ModelError: the run folder has none of them.
@@ -54,10 +54,12 @@ def _exported_checkpoint(run: RunFolder, step: int) -> Path:
     best = run.read_config().get("checkpoint", {}).get("best")
     exports_best = best is not None and best.get("restore", True)
     folder = best_checkpoint(run.path) if exports_best else run.checkpoints / f"step-{step:06d}"
-    if folder is None or find_export_damage(folder) is not None:
+    averages = not exports_best and run.read_config().get("policy", {}).get("ema_decay") is not None
+    if averages or folder is None or find_export_damage(folder) is not None:
+        what = "has not the averaged weights" if averages else "is gone or damaged"
         raise ModelError(
             f"the run in {run.path} has ended, but its {MODEL}/ is gone, and the {'best' if exports_best else 'last'} "
-            f"checkpoint, which has the same weights, is gone or damaged: put {MODEL}/ back, or train the run again"
+            f"checkpoint {what}: put {MODEL}/ back, or train the run again"
         )
     return folder
 

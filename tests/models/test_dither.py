@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from runs import make_model, write_rows
+from runs import make_model, pairs_file, write_rows
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -156,6 +156,21 @@ def test_twenty_small_steps_in_bfloat16_learn_as_much_as_in_float32(
     assert abs(first - first_without) < 1e-3 * first
     assert low == pytest.approx(wide, rel=0.2)
     assert without < 0.6 * wide
+
+
+def test_a_resumed_dpo_run_has_the_reference_that_it_began_with(tmp_path: Path) -> None:
+    """Its reference is the dithered policy before the first step; on resume it is read from the start's files."""
+    make_model(tmp_path / "model", dtype=torch.bfloat16)
+    for name, stages in (("whole", (4,)), ("resumed", (2, 4))):
+        settings = tree(tmp_path, name, dtype="bfloat16")
+        del settings["data"]["sft"]
+        settings["data"]["preferences"] = {"path": str(pairs_file(tmp_path))}
+        settings["algorithm"] = {"preset": "dpo"}
+        for steps in stages:
+            folder = trained(tmp_path, settings | {"schedule": settings["schedule"] | {"steps": steps}})
+        assert folder.name == name
+    first, second = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "resumed"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_resumed_run_keeps_its_offsets(tmp_path: Path) -> None:
