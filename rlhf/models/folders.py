@@ -56,7 +56,7 @@ def _exported_checkpoint(run: RunFolder, step: int) -> Path:
     folder = best_checkpoint(run.path) if exports_best else run.checkpoints / f"step-{step:06d}"
     averages = not exports_best and run.read_config().get("policy", {}).get("ema_decay") is not None
     if averages or folder is None or find_export_damage(folder) is not None:
-        what = "has not the averaged weights" if averages else "is gone or damaged"
+        what = "does not have the averaged weights" if averages else "is gone or damaged"
         raise ModelError(
             f"the run in {run.path} has ended, but its {MODEL}/ is gone, and the {'best' if exports_best else 'last'} "
             f"checkpoint {what}: put {MODEL}/ back, or train the run again"

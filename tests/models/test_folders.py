@@ -51,7 +51,7 @@ def test_no_other_checkpoint_takes_the_place_of_a_model_that_is_gone(
     folder = run / "best" if best else run / "checkpoints" / "step-000004"
     for file in folder.rglob("weights"):
         file.write_text("damaged")
-    message = f"has ended, but its model/ is gone, and the {kept} checkpoint, .* is gone or damaged: put model/ back"
+    message = f"has ended, but its model/ is gone, and the {kept} checkpoint is gone or damaged: put model/ back"
     with pytest.raises(ModelError, match=message):
         model_folder(str(run))
     shutil.rmtree(run / "checkpoints")
@@ -66,3 +66,11 @@ def test_a_run_that_goes_on_is_its_newest_checkpoint(tmp_path: Path) -> None:
     assert model_folder(str(run)) == str(run / "checkpoints" / "step-000004" / "model")
     (run / "complete.json").unlink()
     assert model_folder(str(run)) == str(run / "checkpoints" / "step-000004" / "model")
+
+
+def test_the_last_checkpoint_is_not_taken_for_an_average_of_weights(tmp_path: Path) -> None:
+    run = ended_run(tmp_path, None)
+    config = run / "config.yaml"
+    config.write_text(config.read_text(encoding="utf-8") + "policy: {ema_decay: 0.9}\n", encoding="utf-8")
+    with pytest.raises(ModelError, match="the last checkpoint does not have the averaged weights: put model/ back"):
+        model_folder(str(run))
