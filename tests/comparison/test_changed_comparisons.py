@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +43,11 @@ def tree_of(folder: Path, **changes: Any) -> dict[str, Any]:
     return tree
 
 
-def judge(cell: Cell) -> None:
+STRICT = {"strict": {"value": 0.5, "low": 0.1, "high": 0.9}}
+TRUNCATED = {"truncated": {"value": 0.0, "low": 0.0, "high": 0.5}}  # of suites for which the model writes
+
+
+def judge(cell: Cell, figures: Mapping[str, Any] = STRICT) -> None:
     """Write the judgment and the suites of a cell that nobody ran."""
     (cell.folder / FOLDER).mkdir(parents=True)
     metrics = {"eval/score": 2.0, "eval/kl": 9.0}
@@ -51,7 +55,7 @@ def judge(cell: Cell) -> None:
     for name, settings in cell.config.suites.items():
         content = {
             "model": {"path": cell.config.train.policy.model},
-            "figures": {"strict": {"value": 0.5, "low": 0.1, "high": 0.9}},
+            "figures": figures,
             "rows": {"strict": [0.5]},
             "config": settings,
         }
@@ -123,25 +127,26 @@ def test_a_suite_of_a_model_that_is_gone_is_an_error_that_says_how_to_leave_it_o
         run_suites(cell.config, cell.folder, str(cell.folder))
 
 
-def test_models_that_answer_at_other_lengths_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "length, figures, note",
+    [
+        (8, STRICT | TRUNCATED, "ifeval: answers have at most 6 tokens (start), 8 tokens (dpo). For one length set "),
+        (6, STRICT | TRUNCATED, None),  # the base's
+        (8, STRICT, None),  # a suite that reads probabilities alone
+    ],
+)
+def test_models_that_answer_at_other_lengths_are_named(
+    tmp_path: Path, length: int, figures: dict[str, Any], note: str | None
+) -> None:
     tree = tree_of(tmp_path)
-    for length in (8, 6):
-        tree["arms"]["dpo"]["sampling"] = {"max_new_tokens": length}
-        plan = plan_of(tree)
-        for cell in plan.cells:
-            shutil.rmtree(cell.folder, ignore_errors=True)
-            judge(cell)
-        cells = read_cells(plan)
-        assert [set(result.suites) for result in cells] == [{"ifeval"}] * 2
-        notes_of = summarize(plan, cells).notes
-        assert notes_of == (
-            ()
-            if length == 6  # the base's
-            else (
-                "ifeval: answers have at most 6 tokens (start), 8 tokens (dpo). For one length set "
-                "suites.ifeval.sampling.max_new_tokens.",
-            )
-        )
+    tree["arms"]["dpo"]["sampling"] = {"max_new_tokens": length}
+    plan = plan_of(tree)
+    for cell in plan.cells:
+        judge(cell, figures)
+    cells = read_cells(plan)
+    assert [set(result.suites) for result in cells] == [{"ifeval"}] * 2
+    expected = () if note is None else (f"{note}suites.ifeval.sampling.max_new_tokens.",)
+    assert summarize(plan, cells).notes == expected
 
 
 def test_no_figure_of_another_start_model_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
