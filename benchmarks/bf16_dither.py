@@ -3,8 +3,9 @@
     rlhf train configs/real/detox_sft.yaml run.out_dir=runs/wide policy.dtype=float32 data.sft.limit=800
     python benchmarks/bf16_dither.py runs/wide models/smollm2-135m-instruct --data data/paradetox/sft.jsonl
 
-The change of a run in float32 is added to its start, as it is and dithered, and the sum is rounded to bfloat16.
-Arithmetic is in float32, so that nothing else differs.
+The change of a run in float32 is added to its start, as it is and dithered, and the sum is rounded to bfloat16. The
+last way rounds the run's own weights, as they are loaded for arithmetic in bfloat16. Arithmetic is in float32, so that
+nothing else differs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from rlhf.models.backbone import load_causal_lm
 from rlhf.models.dither import dither
 from rlhf.models.folders import model_folder
 
+LOADED = "loaded for bfloat16, then rounded"
+
 
 def main() -> None:
     """Print the mean loss of the completions' tokens, in nats, for each way to round."""
@@ -39,11 +42,12 @@ def main() -> None:
         "float32": lambda w, start: w,
         "rounded to bfloat16": lambda w, start: rounded(w),
         "dithered, then rounded": lambda w, start: rounded(dither(start.flatten()).view_as(start) + w - start),
+        LOADED: lambda w, start: rounded(w),
     }
     tokenizer = load_tokenizer(model_folder(args.run))
     start, losses = dict(load_causal_lm(args.start).named_parameters()), {}
     for name, way in ways.items():
-        model = load_causal_lm(model_folder(args.run))
+        model = load_causal_lm(model_folder(args.run), dtype="bfloat16" if name == LOADED else "float32")
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 if parameter.dim() > 1:

@@ -69,7 +69,8 @@ def build_policy(config: PolicyConfig, context: RunContext, tokenizer: PreTraine
 def _load_or_resume(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, context: RunContext) -> CausalLM:
     start, resume, engine = model_folder(config.model), context.resume, context.engine
     if config.lora is None:
-        return load_policy(config, start if resume is None else str(resume / MODEL), tokenizer, engine)
+        path = start if resume is None else str(resume / MODEL)
+        return load_policy(config, path, tokenizer, engine, is_checkpoint=resume is not None)
     adapter = continued_adapter(config)
     base_path = start if adapter is None else base_of_adapter(adapter)
     check_base("policy", config, base_path)
@@ -246,7 +247,7 @@ def _load_critic(config: OnlineConfig, context: RunContext, tokenizer: PreTraine
     elif is_new:
         critic = load_scalar_head(start, tokenizer, new_head=head, seed=seed, **settings)
     else:
-        critic = single_head(load_reward_heads(start, tokenizer, **settings))
+        critic = single_head(load_reward_heads(start, tokenizer, is_checkpoint=saved is not None, **settings))
     if lora is None and config.critic.weights != "auto":
         store_weights(critic.classifier, config.critic.weights)
     if config.critic.gradient_checkpointing:

@@ -30,11 +30,12 @@ from rlhf.data.tokenizer import (
 )
 from rlhf.errors import ModelError
 from rlhf.models.adapters import base_model, is_adapted
+from rlhf.models.dither import spread_trained
 from rlhf.models.kernels.quantized import KINDS
 from rlhf.models.lora import Dropout, adding, peft_settings, quiet_peft, shared_adapted, train_saved_modules
 from rlhf.models.stored import make_dense, quantize_layer, store_weights
 from rlhf.models.text_config import text_config
-from rlhf.models.weight_files import load_by_module, load_split, local_folder
+from rlhf.models.weight_files import is_split, load_by_module, load_split, local_folder
 from rlhf.runtime.engine import Engine
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def load_causal_lm(
     engine: Engine | None = None,
     kept: str = "auto",
     device: torch.device | None = None,
+    is_checkpoint: bool = False,
 ) -> PreTrainedModel:
     """Load a causal LM from a folder, GGUF file or hub id; an adapter is merged into its base.
 
@@ -128,9 +130,13 @@ def load_causal_lm(
     `store_weights`, which comes after, `kept` says how it will keep the weights: 16-bit files are then not widened, and
     layers for int8 and nf4 are quantized one by one as they are read, if the files allow it, and on `device`.
 
+    For arithmetic or weights in bfloat16, float32 weights that rounding would take back to the model they were trained
+    from are changed by less than its steps (see `spread_trained`). With `is_checkpoint` they are loaded as they are.
+
     Raises:
         ModelError: the model cannot be loaded, or is a reward model.
     """
+    is_rounded = not is_checkpoint and (kept == "bfloat16" or (kept == "auto" and dtype == "bfloat16"))
     location = locate_model(path)
     if location.is_adapter:
         folder = Path(location.name)
@@ -138,7 +144,7 @@ def load_causal_lm(
         base = load_causal_lm(base_of_adapter(folder), dtype=dtype, trust_remote_code=trust_remote_code)
         merged = merge_adapter(base, folder)
         merged.name_or_path = location.name  # the base that a new adapter over it names
-        return merged
+        return spread_trained(merged) if is_rounded else merged
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     _check_writes(path, is_classifier=any("Classification" in name for name in config.architectures or []))
     try:
@@ -158,7 +164,8 @@ def load_causal_lm(
     if location.gguf is not None:
         _forget_quantization(model)
         model.name_or_path = location.path  # the base that an adapter names: the file, its folder may hold others
-    return _plain_generation(train_pad_embedding(align_weights(model)))
+    model = _plain_generation(train_pad_embedding(align_weights(model)))
+    return spread_trained(model, engine if is_split(model) else None) if is_rounded else model
 
 
 def _check_writes(path: str, *, is_classifier: bool) -> None:
@@ -222,16 +229,27 @@ def _forget_quantization(model: PreTrainedModel) -> None:
 
 
 def load_policy(
-    config: PolicyConfig, path: str, tokenizer: PreTrainedTokenizerBase, engine: Engine | None = None
+    config: PolicyConfig,
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: Engine | None = None,
+    *,
+    is_checkpoint: bool = False,
 ) -> CausalLM:
     """Load the model to train whole as `config` describes it, with gradient checkpointing if it asks for it.
 
-    If `engine` splits weights over the ranks, each loads its own part only.
+    If `engine` splits weights over the ranks, each loads its own part only. A checkpoint's weights are not changed.
 
     Raises:
         ModelError: the model cannot be loaded, or has no embedding for a token of `tokenizer`.
     """
-    model = load_causal_lm(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code, engine=engine)
+    model = load_causal_lm(
+        path,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+        engine=engine,
+        is_checkpoint=is_checkpoint,
+    )
     if config.weights != "auto":
         store_weights(model, config.weights)
     return prepare_policy(model, config, tokenizer, path)

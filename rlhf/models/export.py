@@ -20,7 +20,7 @@ from rlhf.errors import ModelError
 from rlhf.models.adapters import base_model, is_adapted, lora_scales
 from rlhf.models.backbone import CausalLM, embedding_rows, published_config
 from rlhf.models.kernels.cast import HALF_DTYPES
-from rlhf.models.rounding import lost_change, names_at_start
+from rlhf.models.rounding import are_uneven, lost_change, names_at_start, round_to
 from rlhf.models.weight_files import CONFIG, INDEX, StoredTensor, WeightFiles, local_folder, read_headers, read_tensors
 from rlhf.runtime.engine import Engine
 from rlhf.tracking.exported import TOLERATED_LOSS
@@ -198,12 +198,14 @@ def export_model(
         folder: the folder to write.
         origin: the published model that it was loaded from.
         dtype: "auto" writes each weight in its origin's dtype, or all in float32 if that would lose more of the change
-            by training than TOLERATED_LOSS; None as it is in memory, for checkpoints.
+            by training than TOLERATED_LOSS; None as it is in memory, for checkpoints. For "bfloat16", weights that were
+            trained in float32 from such numbers are rounded up or down by chance, which keeps the training.
         state: the whole weights, if this process has only a part of them.
     """
     trained = dict(model.state_dict() if state is None else state)
-    targets, exported = _choose_dtypes(model, trained, origin, dtype)
-    written = _cast(trained, targets)
+    spreads = dtype == "bfloat16" and are_uneven(trained)
+    targets, exported = _choose_dtypes(model, trained, origin, dtype, spreads=spreads)
+    written = _cast(trained, targets, spreads=spreads)
     folder.mkdir(parents=True, exist_ok=True)
     if _same_names(model, written, origin):
         _write_weights(written, origin, folder)
@@ -219,13 +221,14 @@ def export_model(
 
 
 def _choose_dtypes(
-    model: PreTrainedModel, trained: Mapping[str, Tensor], origin: Origin, dtype: ExportDtype | None
+    model: PreTrainedModel, trained: Mapping[str, Tensor], origin: Origin, dtype: ExportDtype | None, *, spreads: bool
 ) -> tuple[dict[str, torch.dtype], Exported]:
     """Choose the dtype of each weight, and measure the share that it keeps."""
     targets = {name: _dtype(name, weight, origin, dtype) for name, weight in trained.items()}
     start = origin.start_weights()
     names = names_at_start(model, trained, start)
-    chosen = Exported(_main_dtype(trained, targets), lost=lost_change(start, trained, targets, names))
+    lost = lost_change(start, trained, targets, names, spreads=spreads)
+    chosen = Exported(_main_dtype(trained, targets), lost)
     wide = {name: torch.float32 if target in HALF_DTYPES else target for name, target in targets.items()}
     too_much = chosen.lost is None or chosen.lost > TOLERATED_LOSS
     if dtype != "auto" or not too_much or wide == targets:
@@ -374,14 +377,16 @@ def _name_pad(folder: Path, tokenizer: PreTrainedTokenizerBase, pad: ClassifierP
             path.write_text(_json(settings | ({"pad_token": pad.token} if pad.token else {})), encoding="utf-8")
 
 
-def _cast(trained: Mapping[str, Tensor], targets: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+def _cast(trained: Mapping[str, Tensor], targets: Mapping[str, torch.dtype], *, spreads: bool) -> dict[str, Tensor]:
     """Convert the weights; tensors that share memory still do, by which transformers recognizes tied weights."""
     converted: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
     written = {}
     for name, weight in trained.items():
         key = (weight.data_ptr(), tuple(weight.shape), targets[name])
         if key not in converted or not weight.numel():
-            converted[key] = weight.detach().to(targets[name])
+            by_chance = spreads and weight.dtype == torch.float32
+            flat = round_to(targets[name], weight.detach().reshape(-1), spreads=by_chance)
+            converted[key] = flat.view_as(weight)
         written[name] = converted[key]
     return written
 

@@ -35,12 +35,13 @@ from rlhf.models.backbone import (
     train_pad_embedding,
     weight_dtype,
 )
+from rlhf.models.dither import spread_trained
 from rlhf.models.export import classifier_padding
 from rlhf.models.kernels.attention import PackedBatch
 from rlhf.models.kernels.llama.forward import predictor_states
 from rlhf.models.kernels.packing import pack_for
 from rlhf.models.logprobs import Sequences
-from rlhf.models.weight_files import load_split, local_folder
+from rlhf.models.weight_files import is_split, load_split, local_folder
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import derive_seed, generator
 
@@ -173,6 +174,7 @@ def load_scalar_head(
     seed: int = 0,
     trust_remote_code: bool = False,
     engine: Engine | None = None,
+    is_checkpoint: bool = False,
 ) -> ScalarHeadModel:
     """Load a scalar-head model from a reward model, or from a causal LM with a new head.
 
@@ -183,6 +185,8 @@ def load_scalar_head(
             direction of length 1; None: `path` has one.
         dtype: the dtype of the arithmetic; see backbone.autocast.
         engine: if it splits weights over the ranks, each loads its own part only; a new head is whole in all.
+        is_checkpoint: load the weights as they are; else those that bfloat16 arithmetic would round back to the model
+            that they were trained from are changed by less than its steps (see `spread_trained`).
 
     Raises:
         ModelError: the model cannot be loaded, or lacks the scalar head that is expected.
@@ -204,6 +208,8 @@ def load_scalar_head(
     _check_head(classifier, path)
     check_vocabulary(classifier, tokenizer, path)
     classifier.config.pad_token_id = classifier_padding(classifier, tokenizer).number
+    if dtype == "bfloat16" and not is_checkpoint:
+        spread_trained(classifier, engine if is_split(classifier) else None)
     model = ScalarHeadModel(train_pad_embedding(align_weights(classifier)))
     if new_head is not None:
         initialize_head(model.head, new_head, seed)

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rlhf.cli import main
-from rlhf.models.dither import dither, dither_matrices
+from rlhf.models.backbone import load_causal_lm
+from rlhf.models.dither import EVEN, count_distances, dither, dither_matrices, is_uneven, spread
 from rlhf.runtime.engine import Engine
 
 CPU = Engine(torch.device("cpu"))
@@ -73,6 +74,50 @@ def test_the_mean_of_rounded_steps_is_the_step() -> None:
     moved = rounded(dither(start) + step) - start
     share = float(moved.sum() / step.sum())
     assert abs(share - 1.0) < 5 * (1 / 0.05 / 400_000) ** 0.5 * 2  # a chance near 1/20 each, of a move near 20 steps
+
+
+def test_numbers_near_the_grid_round_to_their_mean() -> None:
+    """A tenth of the spacing above a number: rounding takes it away, and on average nothing after `spread`."""
+    start = exact(400_000)
+    trained = start + start.abs() * 2.0**-9 * 0.1
+    assert torch.equal(rounded(trained), start)
+    share = float((rounded(spread(trained)) - start).sum() / (trained - start).sum())
+    assert abs(share - 1.0) < 5 * (1 / 0.05 / 400_000) ** 0.5 * 2
+    assert torch.equal(spread(start), start)
+    assert torch.equal(spread(trained)[400:], spread(trained[400:], first=400))
+
+
+def test_the_largest_numbers_stay_finite() -> None:
+    largest = torch.finfo(torch.float32).max
+    assert torch.equal(spread(torch.tensor([largest, -largest, float("inf")])).abs()[:2], torch.full((2,), largest))
+
+
+def test_distances_to_the_grid_are_counted_in_eighths_of_the_spacing() -> None:
+    spacing = 2.0**-7
+    places = torch.tensor([0.0, 0.06, 0.07, 0.2, 0.3, 0.4, 0.44, 0.5, 0.7, 0.95, 0.0])
+    numbers = 1.0 + spacing * places
+    numbers[-1] = 0.0
+    assert count_distances(numbers) == [3, 1, 3, 1, 2]
+    assert count_distances(-numbers) == [3, 1, 3, 1, 2]
+    assert count_distances(exact(100)) == [0] * 5
+
+
+def test_even_numbers_float16_and_few_numbers_are_not_uneven() -> None:
+    even = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
+    half = even.to(torch.float16).float()
+    for numbers in (even, half, dither(exact(100_000)), (even * 3)[:200]):
+        assert not is_uneven([count_distances(numbers)])
+    shares = torch.tensor(count_distances(half)) / len(half)
+    assert torch.allclose(shares, torch.tensor(EVEN), atol=0.01)
+    assert not is_uneven([])
+
+
+@pytest.mark.parametrize("step", [0.01, 0.1, 0.25, 0.4])
+def test_numbers_that_all_moved_a_little_from_the_grid_are_uneven_until_they_are_spread(step: float) -> None:
+    moved = exact(100_000) * (1 + 2.0**-8 * step)
+    assert is_uneven([count_distances(moved), count_distances(exact(100_000))])
+    assert not is_uneven([count_distances(spread(moved))])
+    assert not is_uneven([count_distances(moved[:4])])  # too few to tell
 
 
 class Parts(nn.Module):
@@ -181,3 +226,44 @@ def test_a_resumed_run_keeps_its_offsets(tmp_path: Path) -> None:
     resumed = trained(tmp_path, settings)
     first, second = (load_file(folder / "model" / "model.safetensors") for folder in (whole, resumed))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_model_trained_in_float32_keeps_its_training_in_bfloat16_arithmetic(tmp_path: Path) -> None:
+    """What twenty small steps learned is in the rounded weights, of policy, reference and every later load alike."""
+    make_model(tmp_path / "model", dtype=torch.bfloat16)
+    model = trained(tmp_path, tree(tmp_path, "float32")) / "model"
+    start, wide, narrow = (
+        {name: p.detach() for name, p in load_causal_lm(str(folder), dtype=dtype).named_parameters()}
+        for folder, dtype in ((tmp_path / "model", "float32"), (model, "float32"), (model, "bfloat16"))
+    )
+    kept = {"nearest": 0.0, "loaded for bfloat16": 0.0, "all": 0.0}
+    for name, before in start.items():
+        if before.dim() > 1:
+            step = wide[name] - before
+            kept["all"] += float(step.square().sum())
+            kept["nearest"] += float(((rounded(wide[name]) - before) * step).sum())
+            kept["loaded for bfloat16"] += float(((rounded(narrow[name]) - before) * step).sum())
+        else:
+            assert torch.equal(narrow[name], wide[name])
+    assert kept["nearest"] < 0.6 * kept["all"]
+    assert kept["loaded for bfloat16"] == pytest.approx(kept["all"], rel=0.1)
+    exact_again = load_causal_lm(str(model), dtype="bfloat16", is_checkpoint=True)
+    assert all(torch.equal(weight, wide[name]) for name, weight in exact_again.named_parameters())
+
+
+def test_a_run_from_a_float32_start_begins_at_its_reference_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    make_model(tmp_path / "published", dtype=torch.bfloat16)
+    settings = tree(tmp_path, "first")
+    settings["policy"]["model"] = str(tmp_path / "published")
+    first = trained(tmp_path, settings)
+    for name, stages in (("whole", (4,)), ("resumed", (2, 4))):
+        settings = tree(tmp_path, name, dtype="bfloat16", model=str(first))
+        del settings["data"]["sft"]
+        settings["data"]["preferences"] = {"path": str(pairs_file(tmp_path))}
+        settings["algorithm"] = {"preset": "dpo"}
+        for steps in stages:
+            folder = trained(tmp_path, settings | {"schedule": settings["schedule"] | {"steps": steps}})
+    losses = [json.loads(line)["loss/preference"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert losses[0] == pytest.approx(0.6931, abs=1e-4)
+    whole, resumed = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
