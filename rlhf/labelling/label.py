@@ -43,7 +43,8 @@ class LabelConfig(Section):
     """pairs: every pair with a preference; best_and_worst: at most one pair for each prompt; rankings: each prompt with
     its completions, the best first, and their ranks."""
     min_gap: NonNegative = 0.0
-    """Pairs whose scores differ by less are ties (judge.type=scores)."""
+    """Pairs whose scores differ by less are ties, and in a ranking completions this little below the best of a rank
+    share it (judge.type=scores)."""
     compare_with: DatasetConfig | None = None
     """Pairs that people have labelled, for the agreement with them; the judge is asked about each. null: none."""
     batch: Count = 64
@@ -61,6 +62,7 @@ class LabelResult:
     prompts: int
     completions: int
     written: int  # rows of the file
+    unscored: int  # completions, of people's pairs too, that the judge gives no score
     compared: int  # pairs of completions
     ties: int  # of them, without a preference
     answers: int  # of a language model
@@ -75,6 +77,8 @@ class LabelResult:
             f"{self.judge}: {self.completions:,} completions of {self.prompts:,} prompts, {self.compared:,} pairs, "
             f"{self.ties:,} of them ties"
         ]
+        if self.unscored:
+            lines.append(f"{self.unscored:,} completions without a score: in no pair, and not compared with people")
         if self.answers:
             lines.append(f"{self.unreadable:,} of {self.answers:,} answers could not be read")
         if self.inconsistent is not None and self.first_shown is not None:
@@ -88,7 +92,9 @@ class LabelResult:
                 f"agreement with people on {self.agreement.pairs:,} pairs: accuracy {value}, Cohen's kappa {kappa}, "
                 f"{self.agreement.ties:,} ties (95 % intervals)"
             )
-        if self.ties == self.compared:
+        if not self.compared:
+            lines.append("no two completions of a prompt have scores, so that there is nothing to train on")
+        elif self.ties == self.compared:
             lines.append(
                 "every pair is a tie, so that there is nothing to train on: take another judge or lower min_gap"
             )
@@ -255,14 +261,13 @@ def rows_of(group: LabelGroup, verdict: Verdict, config: LabelConfig) -> list[di
 
     Completions without a score, such as those that no verifier applies to, are left out.
     """
-    scored = [i for i, score in enumerate(verdict.scores) if not math.isnan(score)]
-    order = sorted(scored, key=lambda i: -verdict.scores[i])  # stable: as in the file
+    order = sorted(_scored(verdict), key=lambda i: -verdict.scores[i])  # stable: as in the file
     if len(order) < FEWEST:
         return []
     if config.write == "rankings":
-        ranks = [1 + sum(score > verdict.scores[i] for score in verdict.scores) for i in order]
-        texts = [group.completions[i] for i in order]
         scores = [verdict.scores[i] for i in order]
+        ranks = ranks_of(scores, min_gap=config.min_gap if verdict.is_scored else 0.0)
+        texts = [group.completions[i] for i in order]
         return [{"prompt": group.prompt, "completions": texts, "ranks": ranks, "scores": scores}]
 
     def beats(i: int, j: int) -> bool:
@@ -274,6 +279,19 @@ def rows_of(group: LabelGroup, verdict: Verdict, config: LabelConfig) -> list[di
         return [_pair_row(group, verdict, best, worst)] if clear else []
     ordered = [(i, j) if beats(i, j) else (j, i) for i, j in combinations(order, 2)]
     return [_pair_row(group, verdict, better, worse) for better, worse in ordered if beats(better, worse)]
+
+
+def _scored(verdict: Verdict) -> list[int]:
+    return [i for i, score in enumerate(verdict.scores) if not math.isnan(score)]
+
+
+def ranks_of(scores: Sequence[float], *, min_gap: float) -> list[int]:
+    """Return the ranks of falling scores from 1: scores less than `min_gap` below the best one of a rank share it."""
+    ranks: list[int] = []
+    for place, score in enumerate(scores, 1):
+        best = scores[ranks[-1] - 1] if ranks else math.inf
+        ranks.append(place if not ranks or (score < best and best - score >= min_gap) else ranks[-1])
+    return ranks
 
 
 def _pair_row(group: LabelGroup, verdict: Verdict, better: int, worse: int) -> dict[str, Any]:
@@ -311,8 +329,9 @@ def _result(
     outcomes = [
         preferred(verdict, i, j, min_gap=config.min_gap)
         for verdict in verdicts
-        for i, j in combinations(range(len(verdict.scores)), 2)
+        for i, j in combinations(_scored(verdict), 2)
     ]
+    judged = [verdict for verdict in map(labels.of, people) if len(_scored(verdict)) == FEWEST]
     asked = [*verdicts, *(labels.of(group) for group in people)]
     compared, decided = sum(v.compared for v in asked), sum(v.decided for v in asked)
     return LabelResult(
@@ -327,7 +346,8 @@ def _result(
         unreadable=sum(v.unreadable for v in asked),
         inconsistent=sum(v.inconsistent for v in asked) / compared if compared else None,
         first_shown=sum(v.first_shown for v in asked) / decided if decided else None,
-        agreement=_agreement([labels.of(group) for group in people], config.min_gap) if people else None,
+        unscored=sum(len(v.scores) - len(_scored(v)) for v in asked),
+        agreement=_agreement(judged, config.min_gap) if judged else None,
     )
 
 

@@ -25,9 +25,9 @@ from rlhf.data.templates import Rendered
 from rlhf.data.tokenizer import left_pad, load_tokenizer, make_encoder, right_pad
 from rlhf.errors import ConfigError, DataError, RewardError
 from rlhf.evaluation import win_rate
-from rlhf.labelling.data import read_groups, read_human_pairs
-from rlhf.labelling.judges import judge_at, verdict_of_pairs, verdict_of_scores
-from rlhf.labelling.label import LabelConfig, _agreement, label, rows_of
+from rlhf.labelling.data import LabelGroup, read_groups, read_human_pairs
+from rlhf.labelling.judges import ScoreJudge, Verdict, judge_at, verdict_of_pairs, verdict_of_scores
+from rlhf.labelling.label import LabelConfig, _agreement, label, ranks_of, rows_of
 from rlhf.labelling.settings import label_settings
 from rlhf.models.scalar_head import load_reward_heads, load_scalar_head
 
@@ -317,6 +317,43 @@ def test_rankings_have_the_best_first_and_share_ranks(folder: Path) -> None:
     assert second["ranks"] == [1, 1]
     again, _ = read_groups(DatasetConfig(path=str(folder / "r.jsonl")))
     assert again[0].completions == tuple(first["completions"])
+
+
+def test_a_ranking_joins_scores_that_are_less_than_the_gap_below_the_best_of_a_rank() -> None:
+    scores = [3.0, 2.6, 2.5, 2.1, 1.0, 1.0]
+    assert ranks_of(scores, min_gap=0.0) == [1, 2, 3, 4, 5, 5]
+    assert ranks_of(scores, min_gap=0.5) == [1, 1, 3, 3, 5, 5]
+    assert ranks_of(scores, min_gap=9.0) == [1] * 6
+    assert ranks_of([math.inf, 1.0], min_gap=1.0) == [1, 2]
+
+
+def scores_of_long_ones(groups: Sequence[LabelGroup]) -> list[Verdict]:
+    """The number of words; no score of a single one."""
+    counts = [longer(list(group.completions)) for group in groups]
+    return [verdict_of_scores([n if n > 1 else math.nan for n in row]) for row in counts]
+
+
+def test_completions_without_a_score_are_counted_and_are_no_ties(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScoreJudge, "build", lambda self, note: scores_of_long_ones)
+    people = write_rows(
+        folder / "people.jsonl",
+        [
+            {"prompt": "red", "chosen": " good good", "rejected": " bad bad bad"},
+            {"prompt": "red", "chosen": " good", "rejected": " bad bad"},
+        ],
+    )
+    settings = [f"compare_with.path={people}"]
+    result = label(
+        label_settings(str(folder / "completions.jsonl"), settings, judge=LONGER, out=str(folder / "p.jsonl"))
+    )
+    assert (result.compared, result.ties, result.unscored) == (1, 0, 4)
+    assert result.agreement is not None
+    assert (result.agreement.pairs, result.agreement.ties, result.agreement.accuracy[0]) == (1, 0, 0.0)
+    assert "4 completions without a score: in no pair, and not compared with people" in result.lines()
+    rows = write_rows(folder / "short.jsonl", [{"prompt": "red", "completions": ["one", "two"]}])
+    nothing = label(label_settings(str(rows), judge=LONGER, out=str(folder / "n.jsonl")))
+    assert (nothing.compared, nothing.written) == (0, 0)
+    assert "no two completions of a prompt have scores, so that there is nothing to train on" in nothing.lines()
 
 
 def test_a_served_judge_is_asked_in_both_orders_and_once(folder: Path) -> None:
