@@ -596,16 +596,19 @@ def _compare(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def _teach(parsed: argparse.Namespace, console: Console) -> None:
+    from rlhf.api.checks import check_output_file
     from rlhf.config.load import load_train
     from rlhf.config.sections import OfflineConfig
     from rlhf.data.paths import check_files
     from rlhf.errors import ConfigError
     from rlhf.lab.build import resolve_lab_paths
+    from rlhf.teachers.stored import is_answers
 
     config = resolve_lab_paths(load_train(parsed.target, parsed.overrides))
     if not isinstance(config, OfflineConfig) or not config.algorithm.reads_teacher:
         raise ConfigError("rlhf teach writes for offline distillation: set algorithm.preset=distill_sft")
     check_files(config)
+    check_output_file("--out", parsed.out, is_ours=is_answers)
 
     from rlhf.commands.teach import run_teach
 
@@ -668,9 +671,10 @@ def _eval(parsed: argparse.Namespace, console: Console) -> None:
     parsed.target, parsed.against = resolve_best(parsed.target), resolve_best(parsed.against)
     if parsed.suite is not None:
         from rlhf.api.checks import check_output_file, suite_settings
+        from rlhf.suites.suite import is_result
 
         if parsed.out is not None:
-            check_output_file("--out", parsed.out)
+            check_output_file("--out", Path(parsed.out).expanduser(), is_ours=is_result)
         options = {name: getattr(parsed, name) for name in ("data", "limit", "against", "overrides")}
         settings, task = suite_settings(parsed.suite, parsed.target, **options)
 

@@ -152,14 +152,23 @@ def _check_common(path: str, options: SampleOptions | ChatOptions) -> None:
     load_chat_format(path)
 
 
-def check_output_file(option: str, path: str | Path) -> None:
-    """Check that a file can be written at `path`.
+def check_output_file(option: str, path: str | Path, *, is_ours: Callable[[Path], bool] | None = None) -> None:
+    """Check that a file can be written at `path` without the loss of another.
+
+    Args:
+        option: the option that names the file.
+        path: the file.
+        is_ours: whether the command wrote a file that is there, which it may write again; None allows any file.
 
     Raises:
-        UserError: a folder is there.
+        UserError: a folder is there, or a file of somebody else.
     """
     if Path(path).is_dir():
         raise UserError(f"{option} {path} is a folder: name the file to write")
+    if is_ours is not None and Path(path).exists() and not is_ours(Path(path)):
+        raise UserError(
+            f"{path} is there already, and this command did not write it: name another file with {option}, or remove it"
+        )
 
 
 def check_model_path(path: str) -> None:

@@ -108,9 +108,9 @@ def check_owners(plan: CellPlan, beside: Path) -> None:
     for cell in plan.cells:
         if cell.arm in untuned and (cell.folder / CELL).is_file():
             raise ConfigError(
-                f"{cell.folder} has the values that other trials of tuning chose (tune.seeds or tune.trials differ, or "
-                f"the trials were removed): undo that, choose another out_dir, or remove {cell.folder.parent} to tune "
-                "the arm again"
+                f"{cell.folder} has values that these trials of tuning did not choose (it was trained without `tune`, "
+                "with other tune.seeds or with other tune.trials, or its trials were removed): undo that, choose "
+                f"another out_dir, or remove {cell.folder.parent} to tune the arm"
             )
     for cell in plan_cells(tuned_config(plan.config, chosen), beside=beside, trials=False).cells:
         check_owner(cell)

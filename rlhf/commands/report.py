@@ -33,11 +33,7 @@ def run_overlay(paths: Sequence[str], out: Path, console: Console) -> None:
     Raises:
         UserError: `out` is a folder, or a file that is no such page.
     """
-    check_output_file("--out", out)
-    if out.exists() and not is_page(out):
-        raise UserError(
-            f"{out} is there already, and rlhf report did not write it: name another file with --out, or remove it"
-        )
+    check_output_file("--out", out, is_ours=is_page)
     console.print(Text(f"report  {write_overlay([Path(path) for path in paths], out)}"), soft_wrap=True)
 
 

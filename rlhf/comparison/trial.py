@@ -361,14 +361,15 @@ def unmeasured_suites(cell: CellConfig, folder: Path) -> dict[str, Suite]:
 
 
 def _is_result_of(settings: Suite, text: str) -> bool:
-    """Return whether a suite's result was made with these settings, or with another seed that changes nothing."""
-    config = json.loads(text)["config"]
-    return ({**config, "seed": settings.seed} if settings.ignores_seed else config) == dump(settings)
+    """Return whether a suite's result was made with these settings, or with others that change nothing."""
+    wanted = dump(settings)
+    unimportant = {key: wanted[key] for key in settings.without_effect}
+    return {**json.loads(text)["config"], **unimportant} == wanted
 
 
 def _measured_before(cell: CellConfig, folder: Path, name: str, settings: Suite) -> str | None:
     """Return the start model's result under another seed, if the suite's figures are the same under every seed."""
-    if cell.arm != START_FOLDER or not settings.ignores_seed:
+    if cell.arm != START_FOLDER or "seed" not in settings.without_effect:
         return None
     for path in sorted(folder.parent.glob(f"*/{FOLDER}/{name}")):
         text = path.read_text(encoding="utf-8")

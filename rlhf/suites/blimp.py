@@ -66,9 +66,9 @@ class BlimpSuite(Suite):
     """Sentences of a forward pass; affects memory only. They are short, so that many fit."""
 
     @property
-    def ignores_seed(self) -> bool:
-        """Return True: nothing is sampled."""
-        return True
+    def without_effect(self) -> tuple[str, ...]:
+        """Return the settings of sampling: nothing is sampled."""
+        return ("seed", "sampling")
 
     def run(self, subject: Subject, context: SuiteContext) -> SuiteResult:
         """Compare the log-probabilities of both sentences of every pair.

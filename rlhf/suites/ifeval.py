@@ -82,9 +82,9 @@ class IfevalSuite(AnswerSuite):
         require_langdetect()
 
     @property
-    def ignores_seed(self) -> bool:
-        """Return whether the answers are the most likely ones; the best of several is sampled."""
-        return self.greedy and self.best_of == 1
+    def without_effect(self) -> tuple[str, ...]:
+        """Return the seed if the answers are the most likely ones; the best of several is sampled."""
+        return ("seed",) if self.greedy and self.best_of == 1 else ()
 
     def models(self) -> Iterator[tuple[str, str]]:
         """Yield the reward model, if it picks the best of several answers."""

@@ -6,10 +6,12 @@ imports torch, so that a mistake in the settings is reported at once.
 
 from __future__ import annotations
 
+import json
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf.config.data import ChatFormat, Count, DatasetConfig, PreferencesConfig
@@ -132,9 +134,9 @@ class Suite(Named, Section):
         """
 
     @property
-    def ignores_seed(self) -> bool:
-        """Return whether the figures are the same under every seed."""
-        return False
+    def without_effect(self) -> tuple[str, ...]:
+        """Return the names of the common settings that change no figure of this suite."""
+        return ()
 
     def models(self) -> Iterator[tuple[str, str]]:
         """Yield the key and the path of every model that the suite loads besides the evaluated one."""
@@ -167,9 +169,18 @@ class AnswerSuite(Suite):
     """The most likely token each time; false, or best_of above 1: sampled at sampling.temperature."""
 
     @property
-    def ignores_seed(self) -> bool:
-        """Return whether the answers are the most likely ones."""
-        return self.greedy
+    def without_effect(self) -> tuple[str, ...]:
+        """Return the seed if the answers are the most likely ones."""
+        return ("seed",) if self.greedy else ()
+
+
+def is_result(path: Path) -> bool:
+    """Return whether a file is the result of a suite."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and {"suite", "model", "figures"} <= content.keys()
 
 
 def suite_names() -> list[str]:

@@ -98,9 +98,9 @@ class TruthfulqaSuite(Suite):
     """Questions with true and false answers; --data is dataset.path."""
 
     @property
-    def ignores_seed(self) -> bool:
-        """Return True: nothing is sampled."""
-        return True
+    def without_effect(self) -> tuple[str, ...]:
+        """Return the settings of sampling: nothing is sampled."""
+        return ("seed", "sampling")
 
     def run(self, subject: Subject, context: SuiteContext) -> SuiteResult:
         """Compute the log-probability of every answer to every question, and MC1 and MC2.

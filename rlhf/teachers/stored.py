@@ -128,6 +128,17 @@ class StoredAnswers:
         return place
 
 
+def is_answers(path: Path) -> bool:
+    """Return whether `write_answers` of any version wrote a file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return str((file.metadata() or {}).get("format")).startswith(FORMAT.rstrip("0123456789"))
+    except (SafetensorError, OSError):
+        return False
+
+
 def write_answers(
     path: Path,
     rows: Sequence[tuple[list[int], list[int]]],

@@ -170,7 +170,7 @@ def test_a_page_of_several_runs_replaces_no_other_file(tmp_path: Path, capsys: p
     thesis.write_text("<!DOCTYPE html>\n<html><p>years of work</p></html>\n")
     report = ["report", str(tmp_path / "a"), str(tmp_path / "b"), "--out"]
     message = " ".join(error_of(capsys, *report, str(thesis)).split())
-    assert f"{thesis} is there already, and rlhf report did not write it: name another file with --out" in message
+    assert f"{thesis} is there already, and this command did not write it: name another file with --out" in message
     assert "years of work" in thesis.read_text()
     assert "is a folder: name the file to write" in error_of(capsys, *report, str(tmp_path / "a"))
     for old in (None, "of an earlier call"):  # which is rewritten, though its runs were others

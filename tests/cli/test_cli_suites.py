@@ -121,6 +121,21 @@ def test_a_suite_on_a_model_folder(tmp_path: Path, model: str, suite: str, capsy
     assert again.read_bytes() == out.read_bytes()
 
 
+@pytest.mark.parametrize("content", ["years of work\n", '{"figures": {}}', "[1]"])
+def test_a_result_replaces_no_file_of_another_kind(
+    tmp_path: Path, model: str, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "thesis.json"
+    out.write_text(content)
+    command = [model, "--suite", "blimp", "--data", data_of(tmp_path, "blimp"), "--out", str(out)]
+    message = " ".join(error_of(capsys, *command).split())
+    assert f"{out} is there already, and this command did not write it: name another file with --out" in message
+    assert out.read_text() == content
+    out.unlink()
+    for _ in range(2):  # its own file is written again
+        assert main(["eval", *command]) == 0
+
+
 def test_a_run_brings_its_reference_its_judge_and_its_settings(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -185,7 +185,7 @@ def test_trials_with_seeds_that_tuning_does_not_have_are_not_reported(tmp_path: 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"tune": {"seeds": [1001]}}, r"ppo/seed-0 has the values that other trials .*compare/ppo to tune the"),
+        ({"tune": {"seeds": [1001]}}, r"ppo/seed-0 has values that these trials .*compare/ppo to tune the"),
         ({"tune": {"trials": 2}}, r"tuning/trial-\d/.* was made with other settings"),
         ({"arms": {"best_of_n": {"n": 3}}}, r"best_of_n/seed-0 was made with other settings \(best_of_n.n\)"),
     ],

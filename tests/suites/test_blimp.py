@@ -47,7 +47,7 @@ def test_figures(tmp_path: Path) -> None:
     assert got["paradigm_mean"].value == pytest.approx((0.5 + got["gender"].value) / 2)
     assert [group[0].n for group in result.groups.values()] == [2, 1]
     assert result.skipped == {"both sentences are equal": 1}
-    assert suite.ignores_seed
+    assert suite.without_effect == ("seed", "sampling")
 
 
 def test_rows_without_a_paradigm(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from runs import (
     write_rows,
     written,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import ragged, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -285,6 +285,20 @@ def test_all_stored_tokens_are_the_model_itself(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run")
     by_file = weights(trained_offline(stored(tree, tmp_path / "all.safetensors", "--top-k", "10")).trained.module)
     assert largest_difference(by_model, by_file) < 1e-4  # of steps of 3e-2
+
+
+def test_stored_answers_replace_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree, out = sft_with_teacher(tmp_path, schedule={"steps": 1}), tmp_path / "model.safetensors"
+    save_file({"weights": torch.ones(3)}, out)
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps(tree))
+    assert main(["teach", str(config), "--out", str(out)]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"{out} is there already, and this command did not write it: name another file with --out" in message
+    assert torch.equal(load_file(out)["weights"], torch.ones(3))
+    out.unlink()
+    for _ in range(2):
+        stored(tree, out, "--top-k", "4")
 
 
 def test_the_top_k_of_a_file_is_the_top_k_of_the_model(tmp_path: Path) -> None:
