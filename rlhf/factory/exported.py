@@ -22,9 +22,11 @@ from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, merged_copy, save_model
 from rlhf.models.export import ExportDtype, Exported, Origin, export_model, write_tokenizer
 from rlhf.models.folders import ADAPTER_FOLDER, member_folders, model_folder
+from rlhf.models.kernels.quantized import KINDS
 from rlhf.models.rounding import lost_change, names_at_start
 from rlhf.models.scalar_adapters import merged_classifier, save_adapter
 from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.models.stored import is_quantized
 from rlhf.models.weight_files import WeightFiles, local_folder, read_headers
 from rlhf.runtime.engine import Engine
 from rlhf.tracking.exported import ExportRecord, read_export, rounding_warnings
@@ -56,7 +58,8 @@ def export_policy(
                 _record_export(Exported(torch.float32, lost=0.0), "policy", dtype, folder, rank)
                 return
         if is_adapted(policy):
-            exported = export_model(merged_copy(policy, state), tokenizer, folder, origin=origin, dtype=dtype)
+            merged, is_comparable = merged_copy(policy, state), not is_quantized(policy)
+            exported = export_model(merged, tokenizer, folder, origin=origin, dtype=dtype, is_comparable=is_comparable)
         else:
             exported = export_model(policy, tokenizer, folder, origin=origin, dtype=dtype, state=state)
         _record_export(exported, "policy", dtype, folder, rank)
@@ -87,8 +90,8 @@ def export_scalar_head(
                 _record_export(Exported(torch.float32, lost=0.0), "model", dtype, folder, rank)
                 return
         if model.adapter is not None:
-            merged = merged_classifier(model, state)
-            exported = export_model(merged, tokenizer, folder, origin=origin, dtype=dtype)
+            merged, is_comparable = merged_classifier(model, state), not is_quantized(model)
+            exported = export_model(merged, tokenizer, folder, origin=origin, dtype=dtype, is_comparable=is_comparable)
         else:
             exported = export_model(model.classifier, tokenizer, folder, origin=origin, dtype=dtype, state=state)
         _record_export(exported, "model", dtype, folder, rank)
@@ -151,7 +154,7 @@ def change_lost_in(path: str, model: PreTrainedModel, targets: Mapping[str, torc
     if not (Path(path).expanduser() / "config.yaml").is_file():
         return None
     config = load_run(path)
-    if isinstance(config, RewardModelConfig):
+    if isinstance(config, RewardModelConfig) or config.policy.weights in KINDS:  # trained from other weights
         return None
     with suppress(ModelError):
         location = locate_model(model_folder(config.policy.model))

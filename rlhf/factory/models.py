@@ -34,7 +34,7 @@ from rlhf.models.backbone import (
 )
 from rlhf.models.bases import bases_of
 from rlhf.models.export import Origin, read_origin
-from rlhf.models.folders import CRITIC, MODEL, member_folders, model_folder
+from rlhf.models.folders import ADAPTER_FOLDER, CRITIC, MODEL, member_folders, model_folder
 from rlhf.models.lora import overruled_settings
 from rlhf.models.policy_models import Ema, Models, SharedValueHead, keep_in_bfloat16
 from rlhf.models.scalar_adapters import kept_adapter, load_adapted, load_adapter_weights
@@ -72,6 +72,12 @@ def _load_or_resume(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, co
         path = start if resume is None else str(resume / MODEL)
         return load_policy(config, path, tokenizer, engine, is_checkpoint=resume is not None)
     adapter = continued_adapter(config)
+    if config.lora.start == "continue" and adapter is None:
+        beside = Path(start).with_name(ADAPTER_FOLDER)
+        context.note(
+            f"warning: policy.lora.start=continue has no effect: {config.model} is no adapter, so that a new one is "
+            f"trained over it{f'; {beside} is the adapter of that run' if beside.is_dir() else ''}"
+        )
     base_path = start if adapter is None else base_of_adapter(adapter)
     check_base("policy", config, base_path)
     base = bases_of(engine).load(

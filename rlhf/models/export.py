@@ -189,6 +189,7 @@ def export_model(
     origin: Origin,
     dtype: ExportDtype | None = "auto",
     state: Mapping[str, Tensor] | None = None,
+    is_comparable: bool = True,
 ) -> Exported:
     """Write a model folder, the origin's except for the weights, and return the share of the training that it keeps.
 
@@ -201,10 +202,18 @@ def export_model(
             by training than TOLERATED_LOSS; None as it is in memory, for checkpoints. For "bfloat16", weights that were
             trained in float32 from such numbers are rounded up or down by chance, which keeps the training.
         state: the whole weights, if this process has only a part of them.
+        is_comparable: whether training began with the origin's weights. It did not over a quantized base, whose
+            distance to them is no training: the share is then unknown, and "auto" keeps the dtypes, as such weights are
+            spread evenly.
     """
     trained = dict(model.state_dict() if state is None else state)
     spreads = dtype == "bfloat16" and are_uneven(trained)
-    targets, exported = _choose_dtypes(model, trained, origin, dtype, spreads=spreads)
+    if is_comparable:
+        targets, exported = _choose_dtypes(model, trained, origin, dtype, spreads=spreads)
+    else:
+        targets = {name: _dtype(name, weight, origin, dtype) for name, weight in trained.items()}
+        is_exact = all(targets[name] == weight.dtype for name, weight in trained.items())
+        exported = Exported(_main_dtype(trained, targets), lost=0.0 if is_exact else None)
     written = _cast(trained, targets, spreads=spreads)
     folder.mkdir(parents=True, exist_ok=True)
     if _same_names(model, written, origin):

@@ -16,7 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+from transformers.pytorch_utils import Conv1D
 
+from rlhf.errors import ModelError
 from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.kernels.quantized import KINDS, QuantizedLinear, compute_dtype, frozen_product
 
@@ -31,13 +33,26 @@ def store_weights(model: M, weights: str, device: torch.device | None = None) ->
     int8, nf4: linear layers are quantized; embeddings, and a head that shares its weight with one, are in bfloat16.
     The model is changed in place; adapters come after. With `device`, the one of the run, layers are quantized there,
     where their codes stay: a GPU takes seconds, one core of a CPU takes minutes.
+
+    Raises:
+        ModelError: most of its weights are in layers that can only be kept as they are.
     """
+    if weights not in ("auto", "float32") and any(isinstance(part, Conv1D) for part in model.modules()):
+        raise ModelError(
+            f"weights={weights}: {type(model).__name__} has its weights in layers of transformers' Conv1D, "
+            "which are only kept in float32: set weights=auto, or choose a model with linear layers"
+        )
     if weights in KINDS:
         for name, part in list(model.named_modules()):
             quantize_layer(model, name, part, weights, device)
     rounded = _round(model) if weights == "bfloat16" or weights in KINDS else set()
     _widen(model, but=rounded)  # last: a model that is loaded in 16 bits is never in float32 as a whole
     return model
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether `store_weights` has quantized layers of the model, with adapters or without."""
+    return any(isinstance(part, QuantizedLinear) for part in model.modules())
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from rlhf.models.backbone import body_of, load_causal_lm
 from rlhf.models.kernels.llama.forward import supports_fused
 from rlhf.models.kernels.quantized import QuantizedLinear
 from rlhf.models.lora import quiet_peft
+from rlhf.tracking.exported import read_export
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.training.online_run import OnlineRun
 
@@ -219,6 +220,42 @@ def test_a_run_and_its_card_tell_of_the_adapter_that_is_continued(tmp_path: Path
                 start_text + "lora.dora=True has no effect (it has False); lora.r=16 has no effect (it has 2); "
                 "lora.target_modules=all-linear has no effect (it has ['q_proj'])"
             ]
+
+
+def test_a_run_tells_that_there_is_no_adapter_to_continue(tmp_path: Path) -> None:
+    first = tree_of("sft", tmp_path, lora={"r": 2}, export="both")
+    first["run"]["out_dir"] = str(tmp_path / "first")
+    trained(first)
+    beside = tmp_path / "first" / "adapter"
+    told = {}
+    for start in (tmp_path / "first", beside):
+        tree = tree_of("sft", tmp_path, model=str(start), lora={"r": 2, "start": "continue"})
+        tree["run"]["out_dir"] = str(tmp_path / f"from_{start.name}")
+        trained(tree)
+        notes = [str(note["text"]) for note in RunFolder(tree["run"]["out_dir"]).read_notes()]
+        told[start] = [text for text in notes if "lora.start=continue has no effect" in text]
+    assert told == {
+        tmp_path / "first": [
+            f"warning: policy.lora.start=continue has no effect: {tmp_path / 'first'} is no adapter, so that a new one "
+            f"is trained over it; {beside} is the adapter of that run"
+        ],
+        beside: [],
+    }
+
+
+def test_the_share_kept_over_a_quantized_base_is_unknown(tmp_path: Path) -> None:
+    """Its distance to the published weights is no training."""
+    make_model(tmp_path / "published", dtype=torch.bfloat16)
+    tree = tree_of("sft", tmp_path, model=str(tmp_path / "published"), lora={"r": 2}, weights="int8", lr=0.0)
+    trained(tree)
+    record = read_export(tree["run"]["out_dir"])
+    assert record is not None
+    assert (record.dtype, record.change_kept, record.start_dtype) == ("bfloat16", None, None)
+    assert "it is not known how much of the training this dtype keeps" in card_of_run(tree["run"]["out_dir"])
+    trained(tree_of("sft", tmp_path, **{**tree["policy"], "export_dtype": "float32"}))
+    record = read_export(tree["run"]["out_dir"])
+    assert record is not None
+    assert (record.dtype, record.change_kept) == ("float32", 1.0)
 
 
 def test_an_adapter_has_no_placeholder_for_a_card(tmp_path: Path) -> None:

@@ -98,21 +98,21 @@ def test_a_short_run_exports_the_weights_that_it_trained(
 def test_a_dtype_that_is_asked_for_is_obeyed_and_every_reader_is_told(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tree = sft_tree(tmp_path, export_dtype="bfloat16")
+    tree = sft_tree(tmp_path, export_dtype="float16")
     folder = run("train", tmp_path, tree)
     told = printed(capsys)
-    assert "warning: policy.export_dtype=bfloat16 loses " in told
+    assert "warning: policy.export_dtype=float16 loses " in told
     assert "run the same command with policy.export_dtype=auto, which exports the last checkpoint again" in told
-    lost = f"{folder}: bfloat16 has lost "
+    lost = f"{folder}: float16 has lost "
     assert main(["sample", str(folder), "--prompt", "red one", "--max-new-tokens", "2"]) == 0
     assert lost in printed(capsys)
     assert main(["push", str(folder), "owner/tiny", "--dry-run"]) == 0
     card = printed(capsys)
     assert lost in card
-    assert "- model: bfloat16 has lost " in card
-    assert "| exported weights | bfloat16, which keeps 0.0% of the change" in card
-    assert "Warning: model: bfloat16 has lost " in (folder / "report.html").read_text()
-    with pytest.warns(UserWarning, match="bfloat16 has lost"):
+    assert "- model: float16 has lost " in card
+    assert "| exported weights | float16, which keeps 0.0% of the change" in card
+    assert "Warning: model: float16 has lost " in (folder / "report.html").read_text()
+    with pytest.warns(UserWarning, match="float16 has lost"):
         rlhf.sample(folder, "red one", max_new_tokens=2)
     for path in (folder, folder / "model", f"{folder}/"):
         assert len(rounded_models(str(path))) == 1
@@ -127,21 +127,42 @@ def test_a_dtype_that_is_asked_for_is_obeyed_and_every_reader_is_told(
 def test_ppo_is_told_that_its_reward_model_is_rounded_and_evaluation_too(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reward = run("rm", tmp_path, rm_tree(tmp_path, export_dtype="bfloat16"))
-    assert "warning: model.export_dtype=bfloat16 loses " in printed(capsys)
+    reward = run("rm", tmp_path, rm_tree(tmp_path, export_dtype="float16"))
+    assert "warning: model.export_dtype=float16 loses " in printed(capsys)
     tree = ppo_tree(tmp_path, schedule={"steps": 1})
     tree["reward"] = {"source": {"type": "model", "path": str(reward)}}
-    tree["policy"] = {**tree["policy"], "lr": 1e-7, "export_dtype": "bfloat16"}
+    tree["policy"] = {**tree["policy"], "lr": 1e-7, "export_dtype": "float16"}
     tree["data"] = {**tree["data"], "eval_prompts": tree["data"]["prompts"]}
     folder = run("train", tmp_path, tree)
-    assert f"warning: {reward}: bfloat16 has lost " in printed(capsys)
+    assert f"warning: {reward}: float16 has lost " in printed(capsys)
     assert main(["eval", str(folder)]) == 0
     told = printed(capsys)
-    assert f"warning: {folder}: bfloat16 has lost " in told
-    assert f"warning: {reward}: bfloat16 has lost " in told
+    assert f"warning: {folder}: float16 has lost " in told
+    assert f"warning: {reward}: float16 has lost " in told
     assert len(json.loads((folder / "eval.json").read_text())["notes"]) == 2
     sources = {"type": "ensemble", "sources": [{"type": "model", "path": f"{reward}/model"}]}
     assert len(rounded_models({"reward": {"source": sources}})) == 1
+
+
+def test_a_run_in_float32_that_asks_for_bfloat16_keeps_its_training(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run("train", tmp_path, sft_tree(tmp_path, lr=1e-4))
+    assert "policy.export_dtype=bfloat16 rounds up or down by chance instead" in printed(capsys)
+    start, wide = (load_file(place / "model.safetensors") for place in (source, folder / "model"))
+    run("train", tmp_path, sft_tree(tmp_path, lr=1e-4, export_dtype="bfloat16"))
+    narrow, changed, kept = weights(folder), 0.0, {"by chance": 0.0, "to the nearest": 0.0}
+    assert {weight.dtype for weight in narrow.values()} == {torch.bfloat16}
+    for name, weight in wide.items():
+        before, step = start[name].double(), weight.double() - start[name].double()
+        changed += float(step.square().sum())
+        kept["by chance"] += float(((narrow[name].double() - before) * step).sum())
+        kept["to the nearest"] += float(((weight.to(torch.bfloat16).double() - before) * step).sum())
+    assert kept["to the nearest"] < 0.5 * changed
+    assert kept["by chance"] == pytest.approx(changed, rel=0.3)
+    record = read_export(folder)
+    assert record is not None
+    assert record.change_kept == pytest.approx(min(1.0, kept["by chance"] / changed), abs=1e-6)
 
 
 def test_the_best_checkpoint_brings_its_own_record(source: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf.config.sections import PolicyConfig
 from rlhf.config.weights import LoraConfig
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, ModelError
 from rlhf.models.backbone import CausalLM, add_lora, body_of, enable_gradient_checkpointing, freeze, merged_copy
 from rlhf.models.kernels.llama.forward import live_adapters, supports_fused
 from rlhf.models.kernels.quantized import Int8Linear, Nf4Linear, QuantizedLinear
@@ -46,6 +46,14 @@ def adapter_gradients(model: CausalLM, packing: str) -> dict[str, Tensor]:
     with live_adapters(body_of(model)):
         logprobs(model, packing).square().sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_cannot_be_stored_in_fewer_bits_are_refused(kind: str) -> None:
+    model = freeze(tiny("gpt2", dtype=torch.float32))
+    with pytest.raises(ModelError, match=rf"weights={kind}: GPT2LMHeadModel has its weights in layers of transformers"):
+        store_weights(model, kind)
+    assert store_weights(model, "auto") is model
 
 
 def test_int8_is_the_nearest_multiple_of_a_scale_per_output() -> None:
