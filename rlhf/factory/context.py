@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from rlhf.tracking.same_run import (
     EXPORT,
     Change,
     another_run,
+    changes,
     check_same_run,
     functions_of,
     holds_run,
@@ -143,6 +145,8 @@ class RunContext:
     def identify(self, key: str, digest: str | None, *, may_change: bool = False) -> None:
         """Record the content of an input in the run's state, and check that it is the same as at the run's beginning.
 
+        Every rank calls this, and all must have read the same content.
+
         Args:
             key: the setting that names the input, such as policy.model or data.prompts.
             digest: a digest of its content; None if it cannot be read here, which keeps the recorded one.
@@ -150,9 +154,10 @@ class RunContext:
 
         Raises:
             CheckpointError: it has changed, and checkpoint.resume is not always.
+            ConfigError: another rank has read other content.
         """
         before = self.recorded.get(key)
-        digest = before if digest is None else digest
+        digest = self._common(key, digest) or before
         if digest is None:
             return
         if before is not None and before != digest:
@@ -167,8 +172,26 @@ class RunContext:
         return key in self.recorded and self.recorded[key] == self.state.inputs.get(key)
 
     def identify_model(self, key: str, path: str) -> None:
-        """Record and check the weights of the model at `path`, which the setting `key` names; see `identify`."""
-        self.identify(key, self.engine.ranks.on_main(lambda: digest_of_model(path)))
+        """Record and check the weights of the model at `path`, which the setting `key` names; see `identify`.
+
+        One rank of those that read the same folder reads the files.
+        """
+        ranks = self.engine.ranks
+        places = ranks.gather((socket.gethostname(), str(Path(path).expanduser().resolve())))
+        reads = places.index(places[ranks.rank]) == ranks.rank
+        self.identify(key, ranks.all_succeed(lambda: digest_of_model(path) if reads else None))
+
+    def _common(self, key: str, digest: str | None) -> str | None:
+        """Return the digest that the ranks share; None if none of them can read the content."""
+        digests = {rank: other for rank, other in enumerate(self.engine.ranks.gather(digest)) if other is not None}
+        first = min(digests, default=0)
+        for rank, other in digests.items():
+            if other != digests[first]:
+                raise ConfigError(
+                    f"{key}: process {rank} has read other content than process {first}: give all machines the same "
+                    "files, code too"
+                )
+        return digests.get(first)
 
     def session(
         self,
@@ -324,10 +347,11 @@ def open_context(config: TrainConfig | RewardModelConfig, view: View | None, not
     The `notes` are told at the start, after warnings about the configuration. Without a view nothing is shown.
 
     Raises:
-        ConfigError: the run cannot fit into the memory of the device.
+        ConfigError: the run cannot fit into the memory of the device, or the ranks have different settings.
         CheckpointError: the folder holds another run, no checkpoint is intact, or another process uses the folder.
     """
     engine = make_engine(config.run, config.sharding)
+    _check_same_settings(config, engine.ranks)
     memory_notes = _check_memory(config, engine)
     ranks = engine.ranks
     folder = RunFolder(config.run.out_dir)
@@ -357,6 +381,25 @@ def open_context(config: TrainConfig | RewardModelConfig, view: View | None, not
         recorded=recorded,
         notes=[*notes, *messages],
     )
+
+
+OF_ONE_MACHINE = ("run.device", "run.cache_dir")
+
+
+def _check_same_settings(config: TrainConfig | RewardModelConfig, ranks: Distributed) -> None:
+    """Check that all ranks were started with the same settings, except those in OF_ONE_MACHINE.
+
+    Raises:
+        ConfigError: a rank has another value of a setting.
+    """
+    trees = ranks.gather(dump(config))
+    for rank, tree in enumerate(trees):
+        differing = [change for change in changes(trees[0], tree) if not matches(change.key, OF_ONE_MACHINE)]
+        if differing:
+            raise ConfigError(
+                f"process {rank} has other settings than process 0 ({list_changes(differing)}): start all processes "
+                "with the same command, configuration and version"
+            )
 
 
 def _warnings(config: TrainConfig | RewardModelConfig) -> list[str]:
