@@ -488,6 +488,35 @@ def test_the_chain_from_fewer_rewrites() -> None:
     assert seen == {*FEWER, "SFT", "people"}
 
 
+def test_ppo_from_fewer_rewrites_in_bfloat16() -> None:
+    results = read("compare_detox_800_bf16.json")
+    text = " ".join(page("docs/experiments/detox.md").split("### From 800 rewrites")[1].split())
+    told = re.search(
+        r"start with J (\.\d+) PPO gains (\.\d+) \[(.*?), (.*?)\] and ends at (\.\d+) \[(.*?), (.*?)\] "
+        r"\((.*?), (.*?)\) with a KL of (\S+) .*? is (\.\d+) and (\.\d+); "
+        r"it then stays in one seed and falls to (\.\d+)",
+        text,
+    )
+    assert told is not None
+    arm = results["arms"]["ppo"]
+    j, seeds = arm["suites"]["detox"]["j"], results["suites_of_seeds"]
+    values = [
+        results["start_model"]["suites"]["detox"]["j"]["value"],
+        *(j["gain"][k] for k in ("value", "low", "high")),
+    ]
+    values += [j["value"], j["low"], j["high"], *(seeds[seed]["j"]["value"] for seed in "01")]
+    assert wrong(decimals(" ".join(told.groups()[:9])), values) == []
+    assert wrong([told[10]], [arm["kl"]]) == []
+    curves = [{row["step"]: row["score"] for row in results["evaluations"] if row["seed"] == seed} for seed in (0, 1)]
+    assert wrong(decimals(" ".join(told.groups()[10:])), [curves[0][32], curves[1][32], curves[1][128]]) == []
+    whole = read("compare_detox_800.json")["arms"]["ppo"]["suites"]["detox"]["j"]["gain"]["value"]
+    told = re.search(
+        r"gains (\.\d+) in J in float32 and (\.\d+) in bfloat16", page("docs/decisions/023-dither-before-bfloat16.md")
+    )
+    assert told is not None
+    assert wrong(decimals(" ".join(told.groups())), [whole, j["gain"]["value"]]) == []
+
+
 def decimals(cell: str) -> list[str]:
     """The numbers of a cell that has them without the zero before the point."""
     return numbers(re.sub(r"(?<!\d)\.(?=\d)", "0.", cell))
