@@ -96,6 +96,7 @@ def build_prefetcher(
         behind=config.overlap.ahead_steps,
         keep=lambda: _keep_weights(models.policy, policy_copy),
         device=models.device,
+        note=context.note,
     )
     for fields in saved["drawn"] if saved else ():
         ahead.restore(fields["step"], _restore_completions(fields, prompts, group_size), fields["updates"])

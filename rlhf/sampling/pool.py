@@ -52,6 +52,7 @@ class Remote:
     tested: str | None = None  # the version that the canary has compared
     process: LaunchedServer | None = None  # of a server that the run starts
     failure: str = "none"  # why it was left out the last time
+    is_shared: bool = False  # whether it was noted that it has had weights of others
     link: Link | None = None  # the sender of its weights; None: it loads them from folders
 
 
@@ -244,6 +245,8 @@ class ServerPool:
         try:
             known = self.config.version(remote.http)
             if known is not None:
+                if remote.holds not in (None, known):
+                    self._displace(remote, known)
                 remote.holds = known
             elif not was_alive:
                 remote.holds = None  # it may have been started anew
@@ -254,8 +257,7 @@ class ServerPool:
             elif remote.holds != self.version:
                 self._push(remote, policy, tensors)
             remote.is_alive = True
-            if remote.tested != self.version:
-                self._test(remote, policy)
+            if remote.tested != self.version and self._test(remote, policy):
                 remote.tested = self.version
         except ServerDown as error:
             self._lose(remote, error)
@@ -311,14 +313,26 @@ class ServerPool:
             self.warn(f"the sampling server {remote.http.url} does not answer ({error}); {rest}")
         remote.is_alive, remote.holds, remote.tested, remote.failure = False, None, None, str(error)
 
-    def _test(self, remote: Remote, policy: PushedPolicy) -> None:
-        """Compare tokens of the server with the trainer's.
+    def _displace(self, remote: Remote, version: str | None) -> None:
+        """Let a server that has other weights than this run has pushed get them again, and note it once."""
+        remote.holds = remote.tested = None
+        remote.failure = (
+            f"the sampling server {remote.http.url} has other weights than this run has pushed (version {version}): "
+            "another run has pushed to it, or it was started again. It gets the weights of this run again; give each "
+            "run a server of its own"
+        )
+        if not remote.is_shared:
+            self.warn(remote.failure)
+        remote.is_shared = True
+
+    def _test(self, remote: Remote, policy: PushedPolicy) -> bool:
+        """Compare tokens of the server with the trainer's; return False if it got weights of another run meanwhile.
 
         Raises:
             SamplingError: they differ by more than the bound.
         """
         if not self._prompts:
-            return
+            return True
         canary, models = self.config.canary, policy.models
         ask = Ask(
             prompts=self._prompts,
@@ -337,6 +351,9 @@ class ServerPool:
         forced = [*self._prompts[0], *forced_tail(int(text_config(policy.model).vocab_size))]
         try:
             answer = self.config.generate(remote.http, ask)
+            if answer.version not in (None, self.version):
+                self._displace(remote, answer.version)
+                return False
             wrong = misread(self._prompts, answer)
             if wrong is not None:
                 raise SamplingError(
@@ -349,9 +366,15 @@ class ServerPool:
             ) from error
         with evaluation_mode(policy.model):
             reading = compare_with_server(models, self._prompts, answer, forced, scored, pad_id=self.pad_id)
+            if reading.largest > canary.bound_for(self.dtype):
+                known = self.config.version(remote.http)  # the answer to `score` has none
+                if known not in (None, self.version):
+                    self._displace(remote, known)
+                    return False
+                if not self._is_rounding(remote, policy, reading):
+                    raise SamplingError(self._explain(remote, policy, reading))
             self._canary = max(self._canary, reading.largest)
-            if reading.largest > canary.bound_for(self.dtype) and not self._is_rounding(remote, policy, reading):
-                raise SamplingError(self._explain(remote, policy, reading))
+        return True
 
     def _is_rounding(self, remote: Remote, policy: PushedPolicy, reading: CanaryReading) -> bool:
         """Check whether rounding explains a difference; not if the user has set a bound, or a tensor has other bits."""
@@ -395,8 +418,10 @@ class ServerPool:
                 now = time.monotonic()
                 waiting_since = now if waiting_since is None else waiting_since
                 if now - waiting_since > self.config.wait_s:
+                    is_up = any(remote.is_alive for remote in self.remotes)
+                    lack = "has kept the weights of this run" if is_up else "has answered"
                     raise SamplingError(
-                        f"no sampling server of {', '.join(self.config.urls)} has answered for "
+                        f"no sampling server of {', '.join(self.config.urls)} {lack} for "
                         f"{self.config.wait_s:g} s (sampling.server.wait_s): start one, or raise "
                         "sampling.server.timeout_s if they are slow; the last failures: "
                         + "; ".join(remote.failure for remote in self.remotes)
@@ -427,7 +452,7 @@ class ServerPool:
             except ServerRefused as error:
                 raise SamplingError(f"the sampling server {remote.http.url} refuses a request: {error}") from error
             if answer.version not in (None, self.version):
-                remote.holds = None
+                self._displace(remote, answer.version)
                 break
             answered.append((number, answer))
         return answered

@@ -23,6 +23,7 @@ from rlhf.tracking.run_folder import write_atomically
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
+ADAPTER_SETTINGS = "adapter_config.json"  # beside it
 MANIFEST = "push.json"
 VERSION = "VERSION"  # beside the folders: the newest that is complete
 _CHUNK = 2**20  # elements hashed at a time

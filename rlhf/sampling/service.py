@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 from rlhf.algo.support import SamplingLimits
 from rlhf.config.sections import SamplingConfig
 from rlhf.data.tokenizer import as_completions, left_pad
-from rlhf.errors import UserError
+from rlhf.errors import SamplingError, UserError
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, context_length, load_adapter
 from rlhf.models.policy_models import Models
 from rlhf.sampling.fast.engine import KeptSteps
-from rlhf.sampling.push import load_tensors, pushed_tensors, read_push, tensor_digest
+from rlhf.sampling.push import ADAPTER_SETTINGS, load_tensors, pushed_tensors, read_push, tensor_digest
 from rlhf.sampling.sampler import Sampler, make_sampler
 from rlhf.sampling.support import to_text
 from rlhf.types import Completions, Prompts
@@ -77,6 +77,8 @@ class PolicyService:
         self.dtype, self.device, self.weights = dtype, device, weights
         self.version = START
         self.broken: str | None = None
+        self._is_base_pushed = False  # so that no adapter fits it any more
+        self._adapter: dict[str, Any] = {}  # the settings of the adapter
         self._exact: dict[str, str] = {}  # digests before rounding
         self._lock = threading.RLock()
         self._running = threading.Event()
@@ -219,8 +221,9 @@ class PolicyService:
                 raise BadRequest(409, f"the folder changes version {base}, but this server has {self.version}")
             try:
                 tensors, manifest, is_adapter = read_push(Path(path))
-                if is_adapter and not is_adapted(self.model):
-                    self._add_adapter(Path(path))
+                if is_adapter:
+                    self._use_adapter(Path(path))
+                self._is_base_pushed |= not is_adapted(self.model)
                 self.apply(tensors)
                 self._round(tensors)
             except Exception as error:
@@ -232,9 +235,24 @@ class PolicyService:
         """Copy the tensors into the model."""
         load_tensors(self.model, tensors)
 
-    def _add_adapter(self, folder: Path) -> None:
+    def _use_adapter(self, folder: Path) -> None:
+        """Put the adapter onto the weights of the start, instead of one with other settings.
+
+        Raises:
+            SamplingError: the server no longer has the weights of the start.
+        """
+        settings: dict[str, Any] = json.loads((folder / ADAPTER_SETTINGS).read_text(encoding="utf-8"))
+        if is_adapted(self.model) and settings == self._adapter:
+            return
+        if self._is_base_pushed:
+            raise SamplingError(
+                "another run has pushed all weights to this server, and an adapter needs the weights of its start"
+            )
+        if is_adapted(self.model):
+            self.model.delete_adapter(self.model.active_adapter)  # or unload() would keep the modules trained whole
+            self.model = self.model.unload()
         assert isinstance(self.model, PreTrainedModel)
-        self.model = load_adapter(self.model, folder).eval()
+        self.model, self._adapter = load_adapter(self.model, folder).eval(), settings
         self._exact = {}  # of the base, which nobody pushes any more
         self._forget_samplers()
         self._trained = [weight for weight in self.model.parameters() if weight.requires_grad]

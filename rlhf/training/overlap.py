@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rlhf.batching import concat
+from rlhf.errors import SamplingError
 from rlhf.rewards.source import RewardSource
 from rlhf.runtime.device import SideStream
 from rlhf.training.rollout import concat_scores
@@ -72,6 +73,7 @@ class CompletionPrefetcher:
         behind: int = 1,
         keep: Callable[[], Callable[[], None]] | None = None,
         device: torch.device | None = None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Set the draw and its copy of the policy. On a GPU it runs beside the update, on a stream of its own.
 
@@ -83,7 +85,9 @@ class CompletionPrefetcher:
             keep: keeps the policy's weights apart while the copy is in use, and returns the function that puts them
                 into it; needed if `behind` is more than 1.
             device: where the policy is; None: the CPU.
+            note: called with a message if a stop changes the numbers of the run.
         """
+        self._note = note
         self._draw, self._refresh, self._keep = draw, refresh, keep
         self._last_step, self._behind = last_step, behind
         self._drawn: dict[int, _Drawn] = {}
@@ -96,7 +100,9 @@ class CompletionPrefetcher:
             self._begin([step], updates=step - 1)
         try:
             completions = self._drawn[step].future.result()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, SamplingError):  # of which the run is saved
+                self._note_loss(step, step - 1)
             del self._drawn[step]  # a checkpoint that is saved now has no completions of this step
             self._drawn = {number: drawn for number, drawn in self._drawn.items() if not drawn.future.cancel()}
             raise  # a step that waits to be drawn would fail likewise, after another wait for a server
@@ -134,8 +140,21 @@ class CompletionPrefetcher:
 
         It waits for those that are being drawn. A draw that failed is begun again after the checkpoint is loaded.
         """
-        drawn = {n: d for n, d in sorted(self._drawn.items()) if n > state.step and not d.has_failed}
+        coming = {n: d for n, d in sorted(self._drawn.items()) if n > state.step}
+        drawn = {n: d for n, d in coming.items() if not d.has_failed}
+        for number in coming.keys() - drawn.keys():
+            self._note_loss(number, state.step)
         return {"drawn": [_as_saved(n, d.future.result(), d.updates) for n, d in drawn.items()]} if drawn else {}
+
+    def _note_loss(self, step: int, saved_step: int) -> None:
+        """Note that a run that continues after `saved_step` draws the completions of a step by other weights."""
+        updates = self._drawn[step].updates
+        if updates < saved_step:
+            self._note(
+                f"warning: overlap.ahead has no samples of step {step} by the weights of step {updates}, since "
+                "sampling failed. If the run stops now, it continues with samples by the weights of step "
+                f"{saved_step}, and with other numbers than without the stop"
+            )
 
     def restore(self, step: int, completions: Completions, updates: int) -> None:
         """Restore the completions of `step`, drawn by the policy after so many updates, from a checkpoint."""

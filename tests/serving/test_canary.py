@@ -338,6 +338,67 @@ def test_an_adapter_in_8_bits_is_not_compared_by_the_weights_below_it(tmp_path: 
     assert service.digests() == {name: tensor_digest(tensor) for name, tensor in policy.tensors().items()}
 
 
+def adapted(model: str, settings: LoraConfig) -> PushedPolicy:
+    """A policy of another LoRA run on this model."""
+    torch.manual_seed(3)
+    policy = add_lora(load_causal_lm(model), settings)
+    perturb(policy, 7)
+    return PushedPolicy(Models(policy=policy, temperature=1.0, dtype="float32", device=CPU))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"alpha": 32.0},
+        {"rslora": True},
+        {"dora": True},
+        {"r": 3},
+        {"target_modules": "attention"},
+        {"modules_to_save": ["lm_head"]},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_an_adapter_of_a_later_run_replaces_the_one_before(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """With its own settings, in both orders: the server has the bits of one that never saw another adapter."""
+    model = saved(tiny(dtype=torch.float32), tmp_path / "model")
+    both = [LoraConfig(**{"r": 2, "alpha": 8.0, **settings}) for settings in ({}, changed)]
+    answers: dict[str, list[Any]] = {}
+    for order in (both, both[::-1], both[:1], both[1:]):
+        service = Sound(load_causal_lm(model), dtype="float32", device=CPU)
+        with listening(service) as url:
+            for number, settings in enumerate(order):
+                policy = adapted(model, settings)
+                assert push(pool_of("rlhf", url, tmp_path / str(number)), policy) < 1e-4
+        assert service.digests() == {name: tensor_digest(tensor) for name, tensor in policy.tensors().items()}
+        answers.setdefault(str(order[-1]), []).append(service._score([*PROMPTS[0], *range(3, 12)]))
+    first, second = answers.values()
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert first[0] != second[0]
+
+
+def test_pushes_of_one_adapter_keep_the_samplers(tmp_path: Path) -> None:
+    model = model_folder(tmp_path)
+    policy = policy_of(model, lora=True)
+    service = Sound(load_causal_lm(model), dtype="float32", device=CPU)
+    with listening(service) as url:
+        pool = pool_of("rlhf", url, tmp_path)
+        push(pool, policy)
+        made = service._sampler.cache_info().misses
+        perturb(policy.model, 1)
+        push(pool, policy)
+    assert service._sampler.cache_info().misses == made > 0
+
+
+def test_an_adapter_is_refused_after_a_run_that_trained_all_weights(tmp_path: Path) -> None:
+    """Its base is gone from the server; no false cause is named, and the advice is to start the server again."""
+    model = model_folder(tmp_path)
+    with listening(Sound(load_causal_lm(model), dtype="float32", device=CPU)) as url:
+        push(pool_of("rlhf", url, tmp_path / "whole"), policy_of(model, lora=False))
+        with pytest.raises(SamplingError, match=r"another run has pushed all weights.*start the server again"):
+            push(pool_of("rlhf", url, tmp_path / "lora"), policy_of(model, lora=True))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_that_fill_the_context_leave_the_canary_room(tmp_path: Path, kind: str) -> None:
     model = model_folder(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -108,6 +109,26 @@ def test_a_run_without_a_server_is_saved_and_continues(tmp_path: Path, calm: dic
     with listening(service_of(model)) as url:
         again = trained(tree_of(tmp_path / "hard", model, url), *GRPO)
     assert same(calm, again)
+
+
+def test_samples_of_older_weights_that_a_dead_server_leaves_out_are_noted(tmp_path: Path) -> None:
+    """The run continues with newer samples: the weights that were to draw these are in no checkpoint."""
+    model = make_model(tmp_path / "model")
+    mortal = Mortal(model, dies_at={8}, comes_back=False)
+    ahead = ("overlap.ahead=true", *GRPO)
+    with listening(mortal) as url:
+        run = online(tree_of(tmp_path / "hard", model, url, wait_s=1.0), *ahead)
+        with pytest.raises(SamplingError, match=r"has answered for 1 s .*The run is saved at step 2"):
+            train(run)
+        run.session.recorder.close()
+    folder = tmp_path / "hard" / "run"
+    lines = (folder / "notes.jsonl").read_text().splitlines()
+    (note,) = [json.loads(line)["text"] for line in lines if "overlap.ahead" in line]
+    assert "no samples of step 3 by the weights of step 1" in note
+    with listening(service_of(model)) as url:
+        trained(tree_of(tmp_path / "hard", model, url), *ahead)
+    ages = [json.loads(line).get("overlap/age") for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [age for age in ages if age is not None][:3] == [0.0, 1.0, 0.0]
 
 
 def test_a_push_that_breaks_half_way_stops_the_run_and_the_server(tmp_path: Path) -> None:

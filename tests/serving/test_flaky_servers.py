@@ -162,6 +162,62 @@ def test_a_server_that_restarts_before_it_loads_what_changed_gets_everything(mod
         assert ids == drawn(pool_of(tmp_path / "other", url), policy)
 
 
+class Shared(PolicyService):
+    """A server to which another run pushes before some requests for completions."""
+
+    before: tuple[int, ...] = ()  # the numbers of these requests
+    asked = 0
+    other: tuple[ServerPool, PushedPolicy]
+
+    def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        self.asked += 1
+        if self.asked in self.before:
+            pool, policy = self.other
+            self.load(str(pool._write_full(policy, policy.tensors())))
+        return super().complete(body)
+
+
+def other_run(folder: Path, model: Path, url: str) -> tuple[ServerPool, PushedPolicy]:
+    """A run with other weights, which has pushed once."""
+    policy = policy_of(model)
+    policy.model.get_output_embeddings().weight.data.mul_(1.5)
+    pool = pool_of(folder / "other", url)
+    drawn(pool, policy)
+    return pool, policy
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3], ids=["canary completes", "canary scores", "rollout"])
+def test_a_run_beside_another_on_one_server_samples_from_its_own_weights(
+    model: Path, tmp_path: Path, moment: int
+) -> None:
+    """They are pushed again after a push of the other run, which is no mistake of the server's, and told once."""
+    policy, notes = policy_of(model), list[str]()
+    with listening(service_of(model)) as url:
+        alone = drawn(pool_of(tmp_path / "alone", url), policy)
+    service = service_of(model, Shared)
+    with listening(service) as url:
+        service.other = other_run(tmp_path, model, url)
+        pool = pool_of(tmp_path, url)
+        pool.warn = notes.append
+        service.before = (service.asked + moment, service.asked + moment + 3)
+        assert drawn(pool, policy) == alone
+    assert service.asked > service.before[1]
+    assert service.version == pool.version
+    (note,) = notes
+    assert note.startswith(f"the sampling server {url} has other weights than this run has pushed")
+    assert "give each run a server of its own" in note
+
+
+def test_a_server_that_another_run_never_leaves_stops_the_run_with_its_cause(model: Path, tmp_path: Path) -> None:
+    service = service_of(model, Shared)
+    with listening(service) as url:
+        service.other = other_run(tmp_path, model, url)
+        service.before = tuple(range(service.asked, 1000))
+        wanted = r"has kept the weights of this run for 0\.1 s.*another run has pushed to it.*give each run a server"
+        with pytest.raises(SamplingError, match=wanted):
+            drawn(pool_of(tmp_path, url, wait_s=0.1), policy_of(model))
+
+
 class Loads(VllmServer):
     """A server that reports no version, and counts pushes."""
 

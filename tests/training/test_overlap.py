@@ -180,6 +180,44 @@ def test_nothing_more_is_begun_after_a_draw_that_failed() -> None:
     assert 4 not in begun
 
 
+@pytest.mark.parametrize("stop", ["error", "signal"])
+def test_a_stop_without_samples_of_older_weights_notes_that_the_numbers_change(stop: str) -> None:
+    """No checkpoint holds the weights that were to draw them: it draws by its own when the run continues."""
+    notes: list[str] = []
+
+    def draw(step: int) -> Completions:
+        if step == 3:
+            raise SamplingError("no server answers")
+        return ragged()
+
+    ahead = CompletionPrefetcher(draw, lambda: None, last_step=9, note=notes.append)
+    ahead.take(1)
+    ahead.take(2)
+    assert "drawn" in ahead.saved(TrainState(step=1))
+    assert notes == []
+    if stop == "error":
+        with pytest.raises(SamplingError, match="no server"):
+            ahead.take(3)
+    assert ahead.saved(TrainState(step=2)) == {}
+    (note,) = notes
+    assert "no samples of step 3 by the weights of step 1" in note
+    assert "by the weights of step 2" in note
+    assert "other numbers than without the stop" in note
+
+
+def test_a_draw_by_the_newest_weights_that_failed_is_the_same_after_a_stop() -> None:
+    notes: list[str] = []
+
+    def draw(step: int) -> Completions:
+        raise SamplingError("no server answers")
+
+    ahead = CompletionPrefetcher(draw, lambda: None, last_step=9, note=notes.append)
+    with pytest.raises(SamplingError, match="no server"):
+        ahead.take(3)
+    assert ahead.saved(TrainState(step=2)) == {}
+    assert notes == []
+
+
 def test_a_policy_that_stands_still_is_never_behind(tmp_path: Path) -> None:
     still = {"policy": {"lr": 1e-30}, "critic": {"lr": 1e-30}, "schedule": {"steps": 3}, "eval": {"every": 3}}
     for name in ("plain", "ahead"):
