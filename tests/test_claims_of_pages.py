@@ -430,7 +430,7 @@ def test_what_rounding_to_bfloat16_costs() -> None:
     assert seen == set(ways)
     shown = " and ".join([r"(\.\d+)"] * 2)
     told = re.search(
-        rf"{shown} in float32, {shown} in bfloat16[^;]*; [^;]* J is {shown} ", " ".join(page("docs/speed.md").split())
+        rf"{shown} in float32, {shown} in bfloat16[^;]*; [^;]* J is {shown}\.", " ".join(page("docs/speed.md").split())
     )
     assert told is not None
     values = [measured["runs"][way][seed]["j"]["value"] for way in ("float32", "dithered", "nearest") for seed in "01"]
@@ -486,6 +486,33 @@ def test_the_chain_from_fewer_rewrites() -> None:
         assert row[6] == "–" or wrong(numbers(row[6]), [arm["kl"]]) == [], row
         seen.add(name)
     assert seen == {*FEWER, "SFT", "people"}
+
+
+def test_grpo_learns_json_in_bfloat16_as_in_float32() -> None:
+    measured, wide = read("bf16_dither.json")["grpo_strict_json"], read("compare_json.json")["grpo"]["0"]["full"]
+    narrow, nearest = measured["dithered"]["full"], measured["nearest"]["full"]
+    told = re.search(
+        r"bfloat16: (\d+) % \[(\d+), (\d+)\] of all answers are right with \[dithered weights\]\S+ "
+        r"(\d+) % \[(\d+), (\d+)\]",
+        " ".join(page("docs/experiments/json.md").split()),
+    )
+    assert told is not None
+    both = [100 * figure[key] for figure in (narrow, nearest) for key in ("value", "low", "high")]
+    assert wrong(list(told.groups()), both) == []
+    shares = [100 * figure["value"] for figure in (wide, nearest, narrow)]
+    told = re.search(
+        r"in (\d+) % of the answers in float32, in (\d+) % in bfloat16 rounded to the nearest and "
+        r"in (\d+) % with dither",
+        " ".join(page("docs/decisions/023-dither-before-bfloat16.md").split()),
+    )
+    assert told is not None
+    assert wrong(list(told.groups()), shares) == []
+    told = re.search(
+        r"gets (\d+) % right in float32, (\d+) % in bfloat16 and (\d+) % without dither",
+        " ".join(page("docs/speed.md").split()),
+    )
+    assert told is not None
+    assert wrong(list(told.groups()), [shares[0], shares[2], shares[1]]) == []
 
 
 def test_ppo_from_fewer_rewrites_in_bfloat16() -> None:
