@@ -165,7 +165,8 @@ def check_output_file(option: str, path: str | Path, *, is_ours: Callable[[Path]
     """
     if Path(path).is_dir():
         raise UserError(f"{option} {path} is a folder: name the file to write")
-    if is_ours is not None and Path(path).exists() and not is_ours(Path(path)):
+    is_there = Path(path).is_file() and Path(path).stat().st_size > 0  # an empty file and /dev/null lose nothing
+    if is_ours is not None and is_there and not is_ours(Path(path)):
         raise UserError(
             f"{path} is there already, and this command did not write it: name another file with {option}, or remove it"
         )

@@ -122,8 +122,9 @@ class PolicyConfig(OptimizerConfig, TrainedWeightsConfig):
     """Dtype of the exported weights. auto: the dtype that each weight had in the model loaded, or float32 if rounding
     to that dtype would lose more than 5 % of the change that training made, and the run says so (a start
     from a GGUF file or an adapter cannot be compared: float32; over a base in int8 or nf4 the dtype stays). Any other
-    value is obeyed, and the run reports the loss; bfloat16 rounds a run in float32 up or down by chance, which keeps
-    its training on average. Adapters are exported in float32. Checkpoints are exact."""
+    value is obeyed, and the run reports the loss; after a run in float32 whose weights are still near the start's,
+    bfloat16 rounds up or down by chance, which keeps the training on average. Adapters are exported in float32.
+    Checkpoints are exact."""
     export: Export = "merged"
     """The export of a run with adapters. merged: the whole model, adapters added to its weights; adapter: the adapter
     alone, which peft loads onto its base; both: the model, and the adapter in the folder adapter beside it."""

@@ -101,6 +101,14 @@ class RunContext:
         return self.precedes_settings or any(not change.is_allowed for change in self.changed)
 
     @property
+    def goes_on_in_dtype(self) -> bool:
+        """Return whether the checkpoint to resume from was trained in the dtype of the run, so that it stays as it is.
+
+        Checkpoints of earlier versions, which have no dtype, count as trained in it.
+        """
+        return self.resume is not None and self.is_recorded(DTYPE)
+
+    @property
     def exports_anew(self) -> bool:
         """Return whether a setting of the export has changed since the run began."""
         return any(matches(change.key, EXPORT) for change in self.changed)
@@ -108,8 +116,8 @@ class RunContext:
     def train(
         self, name: str, module: nn.Module, section: OptimizerConfig, *, dtype: str, terms: Sequence[str]
     ) -> TrainableModel:
-        """Create what trains a module; a new run whose arithmetic is in bfloat16 dithers the weights before."""
-        if dtype == "bfloat16" and self.resume is None:
+        """Create what trains a module; a run that begins in bfloat16 dithers the weights before."""
+        if dtype == "bfloat16" and not self.goes_on_in_dtype:
             dither_matrices(module, self.engine)
         return self.engine.train(name, module, section, terms=terms)
 
@@ -364,7 +372,8 @@ def open_context(config: TrainConfig | RewardModelConfig, view: View | None, not
         release()
         raise
     state, positions = TrainState.read(resume) if resume else (TrainState(), {"metrics": 0, "samples": 0, "alarms": 0})
-    recorded, state.inputs = state.inputs, {}
+    dtype = {DTYPE: dtype_of(config)}
+    recorded, state.inputs = dtype | state.inputs, dtype
     since = ranks.on_main(lambda: folder.read_config().get("settings_since") if resume else None)
     return RunContext(
         config=config,
@@ -383,7 +392,18 @@ def open_context(config: TrainConfig | RewardModelConfig, view: View | None, not
     )
 
 
-OF_ONE_MACHINE = ("run.device", "run.cache_dir")
+DTYPE = "dtype"  # among the inputs that a checkpoint records
+
+
+def dtype_of(config: TrainConfig | RewardModelConfig) -> str:
+    """Return the dtype of the arithmetic of the trained model."""
+    return config.model.dtype if isinstance(config, RewardModelConfig) else config.policy.dtype
+
+
+OF_ONE_MACHINE = (
+    *("run.device", "run.keep_memory", "run.out_dir", "environment.workers"),
+    *("*cache_dir", "*.workers", "*.memory_mb", "*_env"),
+)
 
 
 def _check_same_settings(config: TrainConfig | RewardModelConfig, ranks: Distributed) -> None:
@@ -393,13 +413,17 @@ def _check_same_settings(config: TrainConfig | RewardModelConfig, ranks: Distrib
         ConfigError: a rank has another value of a setting.
     """
     trees = ranks.gather(dump(config))
-    for rank, tree in enumerate(trees):
-        differing = [change for change in changes(trees[0], tree) if not matches(change.key, OF_ONE_MACHINE)]
-        if differing:
-            raise ConfigError(
-                f"process {rank} has other settings than process 0 ({list_changes(differing)}): start all processes "
-                "with the same command, configuration and version"
-            )
+
+    def check() -> None:
+        for rank, tree in enumerate(trees):
+            differing = [change for change in changes(trees[0], tree) if not matches(change.key, OF_ONE_MACHINE)]
+            if differing:
+                raise ConfigError(
+                    f"process {rank} has other settings than process 0 ({list_changes(differing)}): start all "
+                    "processes with the same command, configuration and version"
+                )
+
+    ranks.on_main(check)  # which also compares paths, by the files of one machine
 
 
 def _warnings(config: TrainConfig | RewardModelConfig) -> list[str]:

@@ -70,7 +70,7 @@ def _load_or_resume(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, co
     start, resume, engine = model_folder(config.model), context.resume, context.engine
     if config.lora is None:
         path = start if resume is None else str(resume / MODEL)
-        return load_policy(config, path, tokenizer, engine, is_checkpoint=resume is not None)
+        return load_policy(config, path, tokenizer, engine, is_checkpoint=context.goes_on_in_dtype)
     adapter = continued_adapter(config)
     if config.lora.start == "continue" and adapter is None:
         beside = Path(start).with_name(ADAPTER_FOLDER)
@@ -253,7 +253,8 @@ def _load_critic(config: OnlineConfig, context: RunContext, tokenizer: PreTraine
     elif is_new:
         critic = load_scalar_head(start, tokenizer, new_head=head, seed=seed, **settings)
     else:
-        critic = single_head(load_reward_heads(start, tokenizer, is_checkpoint=saved is not None, **settings))
+        is_checkpoint = saved is not None and context.goes_on_in_dtype
+        critic = single_head(load_reward_heads(start, tokenizer, is_checkpoint=is_checkpoint, **settings))
     if lora is None and config.critic.weights != "auto":
         store_weights(critic.classifier, config.critic.weights)
     if config.critic.gradient_checkpointing:

@@ -165,7 +165,8 @@ def _load_weights(built: RewardModelRun, path: Path) -> None:
 def _load_trained(config: RewardModelConfig, path: str) -> tuple[ScalarHeadModel, PreTrainedTokenizerBase]:
     tokenizer = build_tokenizer(config.model.model_copy(update={"model": path}))
     dtype, trust = config.model.dtype, config.model.trust_remote_code
-    return load_reward_heads(model_folder(path), tokenizer, dtype=dtype, trust_remote_code=trust), tokenizer
+    model = load_reward_heads(model_folder(path), tokenizer, dtype=dtype, trust_remote_code=trust, is_checkpoint=True)
+    return model, tokenizer
 
 
 def _report_card(

@@ -209,7 +209,7 @@ def _load_model(
             **settings,
         )
     elif context.resume:
-        model = load_reward_heads(path, tokenizer, is_checkpoint=True, **settings)
+        model = load_reward_heads(path, tokenizer, is_checkpoint=context.goes_on_in_dtype, **settings)
     else:
         model = load_scalar_head(path, tokenizer, new_head=new_head, seed=seed, **settings)
     if lora is not None or not context.resume:

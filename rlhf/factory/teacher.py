@@ -55,8 +55,8 @@ def build_teacher(
     for field, path in config.teacher.model_paths().items():
         context.identify_model(f"teacher.{field}", path)
     for field, file in config.teacher.files().items():
-        if file.is_file():  # the teacher itself reports a missing folder
-            context.identify(f"teacher.{field}", content_digest(file))
+        digest = content_digest(file) if file.is_file() else None  # the teacher itself reports a missing folder
+        context.identify(f"teacher.{field}", digest)
     needs = teacher_context(config, tokenizer, policy, context.engine, warn=context.notes.append)
     if config.algorithm.compares_with_teacher:
         return config.teacher.build(needs)

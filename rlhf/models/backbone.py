@@ -130,13 +130,13 @@ def load_causal_lm(
     `store_weights`, which comes after, `kept` says how it will keep the weights: 16-bit files are then not widened, and
     layers for int8 and nf4 are quantized one by one as they are read, if the files allow it, and on `device`.
 
-    For arithmetic or weights in bfloat16, float32 weights that rounding would take back to the model they were trained
-    from are changed by less than its steps (see `spread_trained`). With `is_checkpoint` they are loaded as they are.
+    For arithmetic in bfloat16, float32 weights that rounding would take back to the model they were trained from are
+    changed by less than its steps (see `spread_trained`). With `is_checkpoint` they are loaded as they are.
 
     Raises:
         ModelError: the model cannot be loaded, or is a reward model.
     """
-    is_rounded = not is_checkpoint and (kept == "bfloat16" or (kept == "auto" and dtype == "bfloat16"))
+    is_rounded = dtype == "bfloat16" and kept == "auto" and not is_checkpoint
     location = locate_model(path)
     if location.is_adapter:
         folder = Path(location.name)

@@ -70,7 +70,8 @@ def lost_change(
     if plain.lost == 0.0 or plain.changed == 0.0:
         return 0.0
     if dithered.changed < plain.changed or spreads:
-        return max(0.0, 1.0 - dithered.kept / dithered.changed) if dithered.changed else 0.0
+        share = 1.0 - dithered.kept / dithered.changed if dithered.changed else 0.0
+        return min(max(0.0, share), 1.0)  # of few weights noise may be larger than the change
     share = math.sqrt(plain.lost / plain.changed)
     return min(share, 1.0) if math.isfinite(share) else 1.0  # a weight beyond the dtype's range
 
@@ -84,7 +85,13 @@ def round_to(target: torch.dtype, numbers: Tensor, *, spreads: bool, first: int 
         spreads: whether `spread` adds its offsets before.
         first: the index of the first element.
     """
-    return (spread(numbers.float(), first=first) if spreads else numbers).to(target)
+    if not spreads:
+        return numbers.to(target)
+    rounded = torch.empty_like(numbers, dtype=target)
+    for start in range(0, len(numbers), CHUNK):  # offsets take several times the memory of their numbers
+        piece = numbers[start : start + CHUNK]
+        rounded[start : start + CHUNK] = spread(piece.float(), first=first + start).to(target)
+    return rounded
 
 
 def are_uneven(trained: Mapping[str, Tensor]) -> bool:

@@ -19,6 +19,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.errors import ModelError
+from rlhf.models.dither import spread_trained
 from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.kernels.quantized import KINDS, QuantizedLinear, compute_dtype, frozen_product
 
@@ -45,7 +46,7 @@ def store_weights(model: M, weights: str, device: torch.device | None = None) ->
     if weights in KINDS:
         for name, part in list(model.named_modules()):
             quantize_layer(model, name, part, weights, device)
-    rounded = _round(model) if weights == "bfloat16" or weights in KINDS else set()
+    rounded = _round(spread_trained(model)) if weights == "bfloat16" or weights in KINDS else set()
     _widen(model, but=rounded)  # last: a model that is loaded in 16 bits is never in float32 as a whole
     return model
 

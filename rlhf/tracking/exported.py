@@ -64,8 +64,6 @@ class ExportRecord:
             f"the model is exported in {self.dtype}: {self.start_dtype}, the dtype of the start model, would lose "
             f"{1 - self.start_dtype_keeps:.1%} of the change that training made to the weights "
             f"({self.key}=auto allows {TOLERATED_LOSS:.0%})"
-            + f". {self.key}=bfloat16 rounds up or down by chance instead, which keeps the change on average"
-            * (self.start_dtype == "bfloat16")
         )
 
     def warning(self, model: str) -> str:

@@ -148,7 +148,7 @@ def test_a_run_in_float32_that_asks_for_bfloat16_keeps_its_training(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run("train", tmp_path, sft_tree(tmp_path, lr=1e-4))
-    assert "policy.export_dtype=bfloat16 rounds up or down by chance instead" in printed(capsys)
+    assert "the model is exported in float32: bfloat16, the dtype of the start model, would lose " in printed(capsys)
     start, wide = (load_file(place / "model.safetensors") for place in (source, folder / "model"))
     run("train", tmp_path, sft_tree(tmp_path, lr=1e-4, export_dtype="bfloat16"))
     narrow, changed, kept = weights(folder), 0.0, {"by chance": 0.0, "to the nearest": 0.0}

@@ -218,6 +218,25 @@ def test_a_resumed_dpo_run_has_the_reference_that_it_began_with(tmp_path: Path) 
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_run_in_float32_goes_on_in_bfloat16_with_its_training(tmp_path: Path) -> None:
+    """As one that begins on a laptop and continues on a GPU; and a stop after that changes no bit."""
+    make_model(tmp_path / "model", dtype=torch.bfloat16)
+    whole = trained(tmp_path, tree(tmp_path, "whole"))
+    losses = {}
+    for name, stages in (("moved", (20,)), ("stopped", (15, 20))):
+        settings = tree(tmp_path, name)
+        trained(tmp_path, settings | {"schedule": settings["schedule"] | {"steps": 10}})
+        settings["policy"]["dtype"] = "bfloat16"
+        for steps in stages:
+            folder = trained(tmp_path, settings | {"schedule": settings["schedule"] | {"steps": steps}})
+        losses[name] = [json.loads(line)["loss/sft"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    wide = [json.loads(line)["loss/sft"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    fall = wide[0] - wide[10]
+    assert losses["moved"][10] == pytest.approx(wide[10], abs=0.25 * fall)
+    assert losses["moved"][19] == pytest.approx(wide[19], abs=0.25 * fall)
+    assert losses["stopped"] == losses["moved"]
+
+
 def test_a_resumed_run_keeps_its_offsets(tmp_path: Path) -> None:
     make_model(tmp_path / "model", dtype=torch.bfloat16)
     whole = trained(tmp_path, tree(tmp_path, "whole", dtype="bfloat16"))

@@ -49,6 +49,21 @@ def adapter_gradients(model: CausalLM, packing: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_training_in_float32_survives_in_weights_of_16_bits_on_average(kind: str) -> None:
+    """A fifth of the spacing above numbers of bfloat16, which rounding to the nearest would take back."""
+    model = freeze(tiny("llama", dtype=torch.float32))
+    for weight in model.parameters():
+        weight.copy_(weight.to(torch.bfloat16).float() * (1 + 2.0**-8 * 0.2))
+    before = model.get_input_embeddings().weight.detach().clone()
+    start = before / (1 + 2.0**-8 * 0.2)
+    kept = store_weights(model, kind).get_input_embeddings().weight
+    assert kept.dtype == torch.bfloat16
+    share = float((kept.float() - start).abs().sum() / (before - start).abs().sum())
+    assert 0.5 < share < 1.5
+    assert float((before.to(torch.bfloat16).float() - start).abs().sum() / (before - start).abs().sum()) < 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_layers_that_cannot_be_stored_in_fewer_bits_are_refused(kind: str) -> None:
     model = freeze(tiny("gpt2", dtype=torch.float32))
     with pytest.raises(ModelError, match=rf"weights={kind}: GPT2LMHeadModel has its weights in layers of transformers"):
