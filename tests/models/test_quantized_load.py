@@ -19,7 +19,7 @@ from rlhf.models.stored import store_weights
 from rlhf.models.weight_files import WeightFiles
 
 KINDS = ("int8", "nf4")
-FAMILIES = ("llama", "gpt2", "gemma3_text", "qwen3")
+FAMILIES = ("llama", "gemma3_text", "qwen3")
 
 
 @pytest.fixture(autouse=True)
