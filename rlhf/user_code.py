@@ -138,9 +138,17 @@ def check_target(target: str, *, what: str, error: type[UserError]) -> None:
         return
     path = _existing(Path(location), what, error)
     with UserCode(f"reading the {what} file {location!r}", error=error):
-        defined = _names_of(ast.parse(path.read_bytes(), filename=location))
+        defined = _names_of(_parsed(path, location))
     if defined is not None and name not in defined:
         raise error(f"{what} target {target!r}: {location} has no {name!r}{did_you_mean(name, sorted(defined))}")
+
+
+def _parsed(path: Path, location: str) -> ast.Module:
+    source = path.read_bytes()
+    try:
+        return ast.parse(source, filename=location)
+    except SystemError:  # CPython 3.11 miscounts its recursion if a garbage collection falls into the parsing
+        return ast.parse(source, filename=location)
 
 
 def files_of(target: str) -> dict[str, Path]:

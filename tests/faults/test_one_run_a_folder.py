@@ -311,6 +311,7 @@ def test_a_checkpoint_without_digests_continues_and_says_that_it_could_not_be_ch
         "reward.source.target",
         "data.prompts",
         "data.eval_prompts",
+        "dtype",
     }
     (checkpoint,) = run.session.checkpoints.all()
     content = json.loads((checkpoint / STATE).read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import signal
 import time
@@ -23,6 +24,7 @@ from rlhf.errors import RewardError
 from rlhf.rewards.function import FunctionReward, TimeLimitExceeded, load_function, run_with_timeout
 from rlhf.rewards.source import decode
 from rlhf.types import Completions
+from rlhf.user_code import check_target
 
 
 def three() -> Completions:
@@ -391,3 +393,23 @@ def test_none_leaves_a_completion_to_the_other_functions_of_an_ensemble(tmp_path
     assert math.isnan(scores[2])
     with pytest.raises(RewardError, match="only a source in an ensemble"):
         FunctionReward(target, {}, tokenizer())(batch)
+
+
+def test_a_file_is_parsed_again_after_a_fault_of_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPython 3.11 raises it at random: a garbage collection falls into the parsing."""
+    file = tmp_path / "reward.py"
+    file.write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
+    parse, calls = ast.parse, []
+
+    def faulty(*args: Any, **kwargs: Any) -> ast.AST:
+        calls.append(args)
+        if len(calls) == 1:
+            raise SystemError("AST constructor recursion depth mismatch (before=195, after=215)")
+        return parse(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rlhf.user_code.ast.parse", faulty)
+        check_target(f"{file}:score", what="reward", error=RewardError)
+    assert len(calls) == 2
