@@ -72,12 +72,8 @@ def _load_or_resume(config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, co
         path = start if resume is None else str(resume / MODEL)
         return load_policy(config, path, tokenizer, engine, is_checkpoint=context.goes_on_in_dtype)
     adapter = continued_adapter(config)
-    if config.lora.start == "continue" and adapter is None:
-        beside = Path(start).with_name(ADAPTER_FOLDER)
-        context.note(
-            f"warning: policy.lora.start=continue has no effect: {config.model} is no adapter, so that a new one is "
-            f"trained over it{f'; {beside} is the adapter of that run' if beside.is_dir() else ''}"
-        )
+    if adapter is None:
+        note_not_continued(context, "policy", start, config.lora)
     base_path = start if adapter is None else base_of_adapter(adapter)
     check_base("policy", config, base_path)
     base = bases_of(engine).load(
@@ -99,13 +95,17 @@ def note_overruled(context: RunContext, section: str, path: str, settings: list[
         )
 
 
-def note_merged(context: RunContext, section: str, path: str, lora: LoraConfig) -> None:
-    """Note that the adapter of a causal LM cannot be trained further as the adapter of a scalar head."""
-    if lora.start == "continue" and locate_model(path).is_adapter and kept_adapter(path, lora) is None:
-        context.note(
-            f"warning: {section}.lora.start=continue has no effect: {path} is the adapter of a causal LM, so that it "
-            "is merged into its base and a new adapter is trained"
-        )
+def note_not_continued(context: RunContext, section: str, path: str, lora: LoraConfig) -> None:
+    """Note that there is no adapter to train further; the adapter of a causal LM is none of a scalar head."""
+    if lora.start != "continue" or kept_adapter(path, lora) is not None:
+        return
+    beside = Path(path).with_name(ADAPTER_FOLDER)
+    if locate_model(path).is_adapter:
+        why = "the adapter of a causal LM, so that it is merged into its base and a new adapter is trained"
+    else:
+        why = "no adapter, so that a new one is trained over it"
+        why += f"; {beside} is the adapter of that run" if beside.is_dir() else ""
+    context.note(f"warning: {section}.lora.start=continue has no effect: {path} is {why}")
 
 
 def check_base(section: str, config: PolicyConfig, base: str) -> None:
@@ -237,7 +237,7 @@ def _load_critic(config: OnlineConfig, context: RunContext, tokenizer: PreTraine
     seed, head = derive_seed(context.seed, "critic"), config.critic.head
     if lora is not None:
         weights = config.critic.weights
-        note_merged(context, "critic", start, lora)
+        note_not_continued(context, "critic", start, lora)
         critic = load_adapted(
             start,
             tokenizer,

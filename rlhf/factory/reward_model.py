@@ -21,7 +21,7 @@ from rlhf.evaluation.during_run import PairEvaluation
 from rlhf.factory.context import RunContext, keep_best, open_context
 from rlhf.factory.data import mix
 from rlhf.factory.exported import export_scalar_head, rounded_inputs
-from rlhf.factory.models import build_tokenizer, check_base, note_merged, note_overruled, read_export_origin
+from rlhf.factory.models import build_tokenizer, check_base, note_not_continued, note_overruled, read_export_origin
 from rlhf.factory.reward_card import CARD_PAIRS, PAIRS, RewardModelRun
 from rlhf.models.backbone import context_length, enable_gradient_checkpointing
 from rlhf.models.folders import MODEL, model_folder
@@ -197,7 +197,7 @@ def _load_model(
     new_head: HeadInit | None = None if goes_on else "normal"
     if lora is not None:
         check_base("model", config.model, base_below(path, lora))
-        note_merged(context, "model", path, lora)
+        note_not_continued(context, "model", path, lora)
         model = load_adapted(
             path,
             tokenizer,

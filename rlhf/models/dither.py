@@ -107,7 +107,7 @@ def is_uneven(counts: Iterable[Sequence[int]]) -> bool:
     if not total:
         return False
     difference: float = sum(abs(count / total - share) for count, share in zip(sums, EVEN, strict=True))
-    return difference > TOLERANCE + 3 * math.sqrt(len(EVEN) / total)  # by chance about half of the root
+    return difference > TOLERANCE + 3 * math.sqrt(len(EVEN) / total)  # by chance 0.7 of the root on average
 
 
 def dither(numbers: Float[Tensor, " N"], *, first: int = 0) -> Float[Tensor, " N"]:

@@ -208,12 +208,7 @@ def export_model(
     """
     trained = dict(model.state_dict() if state is None else state)
     spreads = dtype == "bfloat16" and are_uneven(trained)
-    if is_comparable:
-        targets, exported = _choose_dtypes(model, trained, origin, dtype, spreads=spreads)
-    else:
-        targets = {name: _dtype(name, weight, origin, dtype) for name, weight in trained.items()}
-        is_exact = all(targets[name] == weight.dtype for name, weight in trained.items())
-        exported = Exported(_main_dtype(trained, targets), lost=0.0 if is_exact else None)
+    targets, exported = _choose_dtypes(model, trained, origin, dtype, spreads=spreads, is_comparable=is_comparable)
     written = _cast(trained, targets, spreads=spreads)
     folder.mkdir(parents=True, exist_ok=True)
     if _same_names(model, written, origin):
@@ -230,10 +225,19 @@ def export_model(
 
 
 def _choose_dtypes(
-    model: PreTrainedModel, trained: Mapping[str, Tensor], origin: Origin, dtype: ExportDtype | None, *, spreads: bool
+    model: PreTrainedModel,
+    trained: Mapping[str, Tensor],
+    origin: Origin,
+    dtype: ExportDtype | None,
+    *,
+    spreads: bool,
+    is_comparable: bool,
 ) -> tuple[dict[str, torch.dtype], Exported]:
     """Choose the dtype of each weight, and measure the share that it keeps."""
     targets = {name: _dtype(name, weight, origin, dtype) for name, weight in trained.items()}
+    if not is_comparable:
+        is_exact = all(targets[name] == weight.dtype for name, weight in trained.items())
+        return targets, Exported(_main_dtype(trained, targets), lost=0.0 if is_exact else None)
     start = origin.start_weights()
     names = names_at_start(model, trained, start)
     lost = lost_change(start, trained, targets, names, spreads=spreads)

@@ -98,6 +98,11 @@ class PersonaSuite(Suite):
     min_confidence: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Leave out items whose label_confidence is lower."""
 
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """Return the settings of sampling: probabilities are read."""
+        return ("sampling",)
+
     @model_validator(mode="after")
     def _check_template(self) -> PersonaSuite:
         """Check that the template has the question, and both answers or neither."""

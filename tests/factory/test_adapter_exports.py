@@ -236,8 +236,8 @@ def test_a_run_tells_that_there_is_no_adapter_to_continue(tmp_path: Path) -> Non
         told[start] = [text for text in notes if "lora.start=continue has no effect" in text]
     assert told == {
         tmp_path / "first": [
-            f"warning: policy.lora.start=continue has no effect: {tmp_path / 'first'} is no adapter, so that a new one "
-            f"is trained over it; {beside} is the adapter of that run"
+            f"warning: policy.lora.start=continue has no effect: {tmp_path / 'first' / 'model'} is no adapter, so that "
+            f"a new one is trained over it; {beside} is the adapter of that run"
         ],
         beside: [],
     }

@@ -286,3 +286,29 @@ def test_a_run_from_a_float32_start_begins_at_its_reference_and_resumes_to_the_b
     assert losses[0] == pytest.approx(0.6931, abs=1e-4)
     whole, resumed = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "resumed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("verb", ["train", "rm"])
+def test_a_run_that_began_without_dither_continues_as_it_began(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint lies near the grid, and is loaded as it is."""
+    make_model(tmp_path / "model", dtype=torch.bfloat16)
+
+    def stage(name: str, steps: int) -> Path:
+        settings = tree(tmp_path, name, dtype="bfloat16")
+        if verb == "rm":
+            settings["data"] = {"preferences": {"path": str(pairs_file(tmp_path))}}
+            settings["model"] = settings.pop("policy")
+            del settings["algorithm"]
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(settings | {"schedule": settings["schedule"] | {"steps": steps}}))
+        assert main([verb, str(file)]) == 0
+        return tmp_path / name
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr("rlhf.factory.context.dither_matrices", lambda *_, **__: None)
+        whole = load_file(stage("whole", 4) / "model" / "model.safetensors")
+        stage("resumed", 2)
+    resumed = load_file(stage("resumed", 4) / "model" / "model.safetensors")
+    assert all(torch.equal(whole[name], weight) for name, weight in resumed.items())
