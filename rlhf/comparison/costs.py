@@ -123,7 +123,7 @@ def offline_flops(sizes: Sizes, *, tokens: int) -> float:
 
 
 def sampling_flops(sizes: Sizes, *, tokens: int) -> float:
-    """Estimate the FLOPs of best-of-n, which samples and scores: tokens * (2 N_policy + 2 N_reward)."""
+    """Estimate the FLOPs of sampling and scoring: tokens * (2 N_policy + 2 N_reward)."""
     return float(tokens * FORWARD * (sizes.policy + sizes.reward))
 
 
@@ -173,7 +173,8 @@ class CostTracker:
         rows = round(metrics["completion/count"]) - self.total.completions
         generated = round(metrics["completion/generated_tokens"])
         if not tokens:  # the step was skipped, because a score was not finite
-            return Costs(completions=rows, generated_tokens=generated, seconds=seconds)
+            flops = sampling_flops(self.sizes, tokens=generated)  # and not of the prompts, whose tokens are not known
+            return Costs(completions=rows, generated_tokens=generated, flops=flops, seconds=seconds)
         extra = round(metrics.get("completion/extra_tokens", 0.0))  # sampled and scored, not learned from
         trained = round(metrics["completion/trained_tokens"])  # only the chosen ones, if completions are chosen
         return Costs(

@@ -24,7 +24,8 @@ def model_folder(path: str) -> str:
     """Return the folder of the weights: a run folder's model or newest intact checkpoint, or `path` itself.
 
     A run that has ended and lost its model stands for a checkpoint: the best one if it exports that, otherwise the
-    last. The last one of a run with an average of the weights has others than the export, and is refused.
+    last. The last one of a run with an average of the weights has others than the export, and is refused; so are those
+    of a reward model, which is calibrated after its last step.
 
     Raises:
         ModelError: the run folder has none of them.
@@ -51,12 +52,17 @@ def _exported_checkpoint(run: RunFolder, step: int) -> Path:
     Raises:
         ModelError: it is gone or damaged.
     """
-    best = run.read_config().get("checkpoint", {}).get("best")
+    config = run.read_config()
+    best = config.get("checkpoint", {}).get("best")
     exports_best = best is not None and best.get("restore", True)
     folder = best_checkpoint(run.path) if exports_best else run.checkpoints / f"step-{step:06d}"
-    averages = not exports_best and run.read_config().get("policy", {}).get("ema_decay") is not None
-    if averages or folder is None or find_export_damage(folder) is not None:
-        what = "does not have the averaged weights" if averages else "is gone or damaged"
+    lacks = None
+    if config.get("calibration", {}).get("data", "none") != "none":
+        lacks = "is not calibrated"
+    elif not exports_best and config.get("policy", {}).get("ema_decay") is not None:
+        lacks = "does not have the averaged weights"
+    if lacks or folder is None or find_export_damage(folder) is not None:
+        what = lacks or "is gone or damaged"
         raise ModelError(
             f"the run in {run.path} has ended, but its {MODEL}/ is gone, and the {'best' if exports_best else 'last'} "
             f"checkpoint {what}: put {MODEL}/ back, or train the run again"

@@ -74,3 +74,16 @@ def test_the_last_checkpoint_is_not_taken_for_an_average_of_weights(tmp_path: Pa
     config.write_text(config.read_text(encoding="utf-8") + "policy: {ema_decay: 0.9}\n", encoding="utf-8")
     with pytest.raises(ModelError, match="the last checkpoint does not have the averaged weights: put model/ back"):
         model_folder(str(run))
+
+
+@pytest.mark.parametrize("best, kept", [({"restore": True}, "best"), (None, "last")])
+def test_no_checkpoint_is_taken_for_a_calibrated_reward_model(
+    tmp_path: Path, best: dict[str, bool] | None, kept: str
+) -> None:
+    run = ended_run(tmp_path, best)
+    config = run / "config.yaml"
+    config.write_text(config.read_text(encoding="utf-8") + "calibration: {data: none}\n", encoding="utf-8")
+    assert model_folder(str(run)).startswith(str(run))
+    config.write_text(config.read_text(encoding="utf-8").replace("none", "both"), encoding="utf-8")
+    with pytest.raises(ModelError, match=f"the {kept} checkpoint is not calibrated: put model/ back, or train"):
+        model_folder(str(run))
