@@ -14,7 +14,7 @@ from rlhf.config.compare import START_FOLDER
 from rlhf.config.data import PromptsConfig
 from rlhf.config.files import Tree, branch_at, merge, parse_overrides
 from rlhf.config.load import dump, load_chat_format, read_yaml, train_config, validate
-from rlhf.config.sections import OfflineConfig, SamplingConfig, TrainConfig
+from rlhf.config.sections import SamplingConfig, TrainConfig
 from rlhf.data.paths import (
     DATA_PREFIXES,
     Lookups,
@@ -211,10 +211,10 @@ def suite_settings(
     load_plugins(given)
     given.pop("plugins", None)
     suite, task = find_suite(name)
-    tree = _settings_of_run(config, suite) if config is not None else {}
     reference = None if against == START else against
     options = {suite.data_key: data, suite.limit_key: limit, "reference": reference}
-    tree = merge(merge(tree, _options_of(suite, name, options)), given)
+    given = merge(_options_of(suite, name, options), given)
+    tree = given if config is None else suite.complete(config, given)
     dataset = suite.model_fields.get("dataset")
     if dataset is not None and dataset.is_required() and not _has_path(tree.get("dataset")):
         raise ConfigError(f"the suite {name} needs data: --data PATH, {suite.data}")
@@ -318,19 +318,6 @@ def _config_of_run(target: str) -> TrainConfig | None:
             f"{target} is a reward model's run: it writes nothing. Name a policy's; rlhf eval {target} alone"
         )
     return train_config(tree)
-
-
-def _settings_of_run(config: TrainConfig, kind: type[Suite]) -> Tree:
-    """Return the settings of the suite that the configuration of a run determines."""
-    loss = config.algorithm.loss if isinstance(config, OfflineConfig) else None
-    source = config.eval.source or (config.reward.source if config.reward else None)
-    settings = {
-        "reference": config.reference.model or config.policy.model,
-        "source": None if source is None else source.model_dump(mode="json"),
-        "beta": getattr(loss, "beta", None) if loss is not None and loss.needs_reference else None,
-    }
-    given = {key: value for key, value in settings.items() if key in kind.model_fields and value is not None}
-    return kind.settings_of(config) | given
 
 
 def _has_path(tree: object) -> bool:

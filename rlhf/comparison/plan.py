@@ -70,7 +70,7 @@ def _settings(name: str, given: Tree, train: TrainConfig) -> Tree:
     """Complete a suite's settings from the run's, and check them."""
     kind = _settings_class(name)
     try:
-        return dump(validate(kind, merge(kind.settings_of(train), given)))
+        return dump(validate(kind, kind.complete(train, given)))
     except ConfigError as error:
         raise ConfigError(f"suites.{name}: {error}") from error
 

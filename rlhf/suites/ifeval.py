@@ -83,8 +83,10 @@ class IfevalSuite(AnswerSuite):
 
     @property
     def without_effect(self) -> tuple[str, ...]:
-        """Return the seed if the answers are the most likely ones; the best of several is sampled."""
-        return ("seed",) if self.greedy and self.best_of == 1 else ()
+        """Return the source if it picks nothing, and the seed if the answers are the most likely ones."""
+        if self.best_of > 1:
+            return ()
+        return ("source", "seed") if self.greedy else ("source",)
 
     def models(self) -> Iterator[tuple[str, str]]:
         """Yield the reward model, if it picks the best of several answers."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf.config.data import ChatFormat, Count, DatasetConfig, PreferencesConfig
+from rlhf.config.files import Tree, merge
 from rlhf.config.run import Device, Dtype
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.rewards.source import Source, sources_in
@@ -103,7 +104,13 @@ class Suite(Named, Section):
 
     @classmethod
     def settings_of(cls, config: TrainConfig) -> dict[str, Any]:
-        """Return the settings that a run determines: seed, device, sampling, and how its prompts become tokens."""
+        """Return the settings that a run determines: seed, device, sampling, how its prompts become tokens, the
+        model that it started from, the source that judges it, and the beta of its loss.
+        """
+        from rlhf.config.sections import OfflineConfig
+
+        loss = config.algorithm.loss if isinstance(config, OfflineConfig) else None
+        source = config.eval.source or (config.reward.source if config.reward else None)
         sampled = ("temperature", "batch_size", *(() if cls.has_own_length else ("max_new_tokens",)))
         settings = {
             "seed": config.run.seed,
@@ -114,8 +121,19 @@ class Suite(Named, Section):
             "chat_template_kwargs": config.data.chat_template_kwargs,
             "system": config.data.system,
             "sampling": {key: getattr(config.sampling, key) for key in sampled},
+            "reference": config.reference.model or config.policy.model,
+            "source": None if source is None else source.model_dump(mode="json"),
+            "beta": getattr(loss, "beta", None) if loss is not None and loss.needs_reference else None,
         }
         return {key: value for key, value in settings.items() if key in cls.model_fields and value is not None}
+
+    @classmethod
+    def complete(cls, config: TrainConfig, given: Tree) -> Tree:
+        """Complete the given settings from the run's; a source that is given with its type is taken as it is."""
+        settings = cls.settings_of(config)
+        if "type" in (given.get("source") or {}):
+            settings.pop("source", None)
+        return merge(settings, given)
 
     @abstractmethod
     def run(self, subject: Subject, context: SuiteContext) -> SuiteResult:

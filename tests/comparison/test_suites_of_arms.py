@@ -233,7 +233,9 @@ def test_the_arithmetic_that_a_cpu_chooses_is_no_other_setting(tmp_path: Path, m
     assert files_of(tmp_path / "compare") == before
 
 
-@pytest.mark.parametrize("suite, length", [("ifeval", 6), ("lab", 6), ("harmful", 64)])  # the run's, or its own
+@pytest.mark.parametrize(
+    "suite, length", [("ifeval", 6), ("lab", 6), ("harmful", 64), ("hh", 6)]
+)  # the run's, or its own
 def test_a_suite_is_sampled_as_by_rlhf_eval_on_the_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suite: str, length: int
 ) -> None:
@@ -245,8 +247,23 @@ def test_a_suite_is_sampled_as_by_rlhf_eval_on_the_arm(
     run.mkdir()
     (run / "config.yaml").write_text(format_yaml(dump(cell.config.train)))
     settings, _ = suite_settings(suite, str(run), data=rows, limit=None, against="start", overrides=[])
-    assert cell.config.suites[suite]["sampling"] == dump(settings)["sampling"]
+    assert cell.config.suites[suite] == dump(settings)
     assert settings.sampling.max_new_tokens == length
+
+
+def test_hh_compares_arms_with_their_start_by_the_judge(tmp_path: Path) -> None:
+    pairs = write_rows(tmp_path / "suite.jsonl", [{"prompt": "red one", "chosen": "good", "rejected": "one"}] * 4)
+    tree = compare_tree(tmp_path, suites={"hh": {"dataset": {"path": str(pairs)}}}, seeds=[0])
+    tree["arms"] = {"dpo": {**tree["arms"]["dpo"], "algorithm": {"preset": "dpo", "loss": {"beta": 0.5}}}}
+    plan = plan_of(tree)
+    for cell in plan.cells:
+        settings = cell.config.suites["hh"]
+        assert settings["reference"] == cell.config.train.policy.model
+        assert settings["source"] == dump(cell.config.train)["eval"]["source"]
+        assert settings["beta"] == (0.5 if cell.arm == "dpo" else 0.1)
+    assert compared(tree)
+    figures = ComparisonResults.read(tmp_path / "compare").arms["dpo"].suites["hh"]
+    assert {"implicit_accuracy", "win_rate_start", "score"} <= set(figures)
 
 
 def test_the_lab_suite_needs_no_data_and_names_of_the_lab_become_paths(

@@ -38,9 +38,9 @@ def test_only_one_most_likely_answer_is_the_same_under_every_seed(tmp_path: Path
     """The best of several is sampled, even if greedy is set; a comparison took one seed's figures for all seeds."""
     path = write_rows(tmp_path / "rows.jsonl", [row("punctuation:no_comma")])
     source = {"type": "function", "target": "rewards.py:score"}
-    assert settings(path).without_effect == ("seed",)
+    assert settings(path).without_effect == ("source", "seed")
     assert not settings(path, best_of=2, source=source).without_effect
-    assert not settings(path, greedy=False).without_effect
+    assert settings(path, greedy=False).without_effect == ("source",)
 
 
 def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
