@@ -95,7 +95,7 @@ def products(rows: int, shape: tuple[int, int]) -> dict[str, Callable[[], object
 
 
 def steps(model: torch.nn.Module, rows: int) -> dict[str, Callable[[], object]]:
-    """Return a decode step of `rows` rows in each arithmetic; each call decodes the same column anew."""
+    """Return a decode step of `rows` rows in each arithmetic; each call decodes the same column again."""
     ids = torch.randint(3, model.config.vocab_size, (rows, PROMPT))  # type: ignore[union-attr]
     mask = torch.ones_like(ids, dtype=torch.bool)
     _, layers = prefill(model, ids, mask)

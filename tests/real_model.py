@@ -26,7 +26,7 @@ def real_model(shared: Path) -> PreTrainedModel:
     """Load the model in float32, in evaluation mode; do not change it.
 
     It is loaded from a copy without its vocabulary, whose texts transformers parses one by one and several times over,
-    and by one table of names, which it makes anew for each module: both took longer than all the rest.
+    and by one table of names, which it makes again for each module: both took longer than all the rest.
     """
     logging.disable_progress_bar()
     names_once = mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))

@@ -36,7 +36,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def first_calls_are_checked() -> None:
-    """Check shapes and types in every test anew."""
+    """Check shapes and types in every test again."""
     shape_checks.begin_test()
 
 

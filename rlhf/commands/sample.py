@@ -154,7 +154,7 @@ def _texts(completer: Completer, samples: Completions) -> Iterator[tuple[str, bo
 
 
 TEMPERATURE, TOP_P = 0.7, 0.95  # of an answer, if only the other one is given
-HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer"
+HELP = "/reset begins again, /quit ends; Ctrl-C stops an answer"
 
 
 @runtime_checkable
@@ -275,7 +275,7 @@ def _answer(conversation: Conversation, text: str, out: LineWriter) -> None:
     try:
         complete = conversation.ask(text, write)
     except DataError as error:
-        out.write(f"{error}: /reset begins anew\n")
+        out.write(f"{error}: /reset begins again\n")
         return
     out.write("\n" if complete else " …\n")
     out.flush()

@@ -44,7 +44,7 @@ def _permutation(n: int, seed: int, epoch: int) -> Sequence[int]:
 
 
 def epoch_order(n: int, batch_size: int, seed: int, step: int) -> list[int]:
-    """Return the row indices of batch `step` (from 1) when n rows are shuffled anew in every epoch.
+    """Return the row indices of batch `step` (from 1) when n rows are shuffled again in every epoch.
 
     Batch k is positions [(k-1)·batch_size, k·batch_size) of the endless sequence of epochs, so a batch may
     cross the end of an epoch, and any n consecutive positions from a multiple of n hold every row once.

@@ -77,5 +77,5 @@ def compare_gradients(what: str, ours: Tensor, exact: Tensor, *, least: float) -
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the same but for rounding."""
+    """Return whether two tensors are the same, apart from rounding."""
     return bool(torch.allclose(a, b, rtol=ROUNDING, atol=ROUNDING, equal_nan=False))

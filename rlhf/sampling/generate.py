@@ -76,7 +76,7 @@ class HFSampler:
     def _may_cache(self, prompts: Prompts) -> bool:
         """Return whether keys and values may be cached: they hold until rotations change, unless generate knows that.
 
-        Of the models with such rotations, Phi's kind have their cache computed anew by generate itself.
+        Of the models with such rotations, Phi's kind have their cache computed again by generate itself.
         """
         if self.switch is None or int(rotation_kinds(prompts, self.config.max_new_tokens, self.switch).max()) <= 0:
             return True

@@ -249,7 +249,7 @@ class ServerPool:
                     self._displace(remote, known)
                 remote.holds = known
             elif not was_alive:
-                remote.holds = None  # it may have been started anew
+                remote.holds = None  # it may have been started again
             if remote.process is not None:
                 remote.process.has_answered = True
             if remote.holds != self.version and remote.link is not None:

@@ -129,7 +129,7 @@ class Suite(Named, Section):
 
     @classmethod
     def complete(cls, config: TrainConfig, given: Tree) -> Tree:
-        """Complete the given settings from the run's; a source that is given with its type is taken as it is."""
+        """Complete the given settings from the run's; a source that is given with its type replaces the run's."""
         settings = cls.settings_of(config)
         if "type" in (given.get("source") or {}):
             settings.pop("source", None)

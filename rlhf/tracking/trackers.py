@@ -108,12 +108,12 @@ class JsonlLogger:
         if position > length:
             raise CheckpointError(
                 f"{self.path} has {length} bytes but the checkpoint was taken at {position}: lines have been removed "
-                "since; put the file back, or start anew in another run.out_dir"
+                "since; put the file back, or start again in another run.out_dir"
             )
         if position and self._byte_before(position) != b"\n":
             raise CheckpointError(
                 f"{self.path}: byte {position}, where the checkpoint was taken, is inside a line: the file has been "
-                "edited since; put it back, or start anew in another run.out_dir"
+                "edited since; put it back, or start again in another run.out_dir"
             )
         self._file.truncate(position)
         self._file.seek(0, os.SEEK_END)

@@ -70,7 +70,7 @@ def chat_lines(folder: Path, text: str, **options: Any) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_a_conversation_goes_on_and_begins_anew(run_folder: Path) -> None:
+def test_a_conversation_goes_on_and_begins_again(run_folder: Path) -> None:
     assert chat_lines(run_folder, "red one\n\nblue one\n/reset\nblue one\n/quit\nred one\n") == [
         "good good",
         "good bad",
@@ -80,7 +80,7 @@ def test_a_conversation_goes_on_and_begins_anew(run_folder: Path) -> None:
 
 def test_an_end_of_file_ends_it_and_an_unknown_command_is_told(run_folder: Path) -> None:
     lines = chat_lines(run_folder, "/rset\nblue one")
-    assert lines[0].startswith("/rset? /reset begins anew")
+    assert lines[0].startswith("/rset? /reset begins again")
     assert lines[1:] == ["bad"]
 
 

@@ -220,12 +220,12 @@ def test_a_comparison_with_a_judge_of_pairs(tmp_path: Path, judge_file: Path) ->
     assert compared(tree)  # nothing is judged again
     assert {path: path.stat().st_mtime_ns for path in files} == files
     judged = json.loads((folder / "grpo" / "seed-0" / "judged.json").read_text(encoding="utf-8"))
-    judged["rows"][0]["completion"] = "one of a run anew"
+    judged["rows"][0]["completion"] = "one of a new run"
     (folder / "grpo" / "seed-0" / "judged.json").write_text(json.dumps(judged), encoding="utf-8")
     assert compared(tree)  # the others are judged against it again
     for path in files:
         examples = json.loads(path.read_text(encoding="utf-8"))["examples"]
-        assert "one of a run anew" in [row["other"] for row in examples if row["against"] == "grpo"]
+        assert "one of a new run" in [row["other"] for row in examples if row["against"] == "grpo"]
     files = {path: path.stat().st_mtime_ns for path in files}
     changed = {**tree, "pairs": {**tree["pairs"], "limit": 1}}
     assert compared(changed)

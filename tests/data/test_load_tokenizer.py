@@ -52,7 +52,7 @@ def test_a_pad_token_behind_the_vocabulary_fills_nothing_for_models_lack_its_emb
 
 
 def test_a_vocabulary_is_asked_for_once_for_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time it is made anew, which takes long for a large one, and a start asks often."""
+    """Each time it is made again, which takes long for a large one, and a start asks often."""
     tokenizer, asked = byte_tokenizer(pad="</s>"), list[str]()
     vocabulary = tokenizer.get_vocab()
 

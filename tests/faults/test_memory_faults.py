@@ -1,4 +1,4 @@
-"""Out of memory in a micro-batch: halved, begun anew, reported once; and the result is the same as with more memory."""
+"""Out of memory in a micro-batch: halved, begun again, reported once; and the result is the same as with more memory."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_passes_without_gradient_are_halved_too(tmp_path: Path, whole: OnlineRun
         if len(kwargs["input_ids"]) > 5:
             raise torch.OutOfMemoryError("CUDA out of memory (a test)")
 
-    run.session.evaluate = lambda _: {}  # its passes are not begun anew
+    run.session.evaluate = lambda _: {}  # its passes are not begun again
     run.models.reference.register_forward_pre_hook(check, with_kwargs=True)
     train(run)
     assert run.passes.size == 4

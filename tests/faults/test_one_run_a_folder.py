@@ -180,7 +180,7 @@ def test_never_moves_the_old_run_and_begins_at_step_0(tmp_path: Path) -> None:
 def test_always_trains_the_old_weights_with_the_new_settings_and_says_it(
     tmp_path: Path, first: tuple[str, ...], then: tuple[str, ...]
 ) -> None:
-    """Both ways: a critic that is not needed is left, and one that is missing begins anew."""
+    """Both ways: a critic that is not needed is left, and one that is missing begins again."""
     tree = brief_tree(tmp_path, schedule={"steps": 2}, sampling={"completions_per_prompt": 4})
     before = weights(trained(tree, *first).models.policy)
     run = online(tree, *then, "schedule.steps=4", "checkpoint.resume=always")

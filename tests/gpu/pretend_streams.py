@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SEQUENCES = (list, tuple)  # not `list | tuple`, which would be made anew in each of many thousand calls
+SEQUENCES = (list, tuple)  # not `list | tuple`, which would be made again in each of many thousand calls
 ATOMS = (int, float, str, type(None), torch.dtype)
 machines: list[Any] = []  # the pretend device in whose context we are, if any
 

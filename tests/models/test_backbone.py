@@ -83,7 +83,7 @@ def test_dropout_is_off_even_in_training_mode(family: str, tmp_path: Path) -> No
 
 
 def test_the_jitter_of_experts_is_off_even_in_training_mode(tmp_path: Path) -> None:
-    """It is drawn anew in each pass, so that the ratio of PPO is not 1 in the first one."""
+    """It is drawn again in each pass, so that the ratio of PPO is not 1 in the first one."""
     experts = {"num_local_experts": 2, "router_jitter_noise": 0.5}
     path = saved(tiny("mixtral", dtype=torch.float32, **experts), tmp_path)
     noisy = AutoModelForCausalLM.from_pretrained(path).train()

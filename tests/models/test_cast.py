@@ -136,7 +136,7 @@ def test_kept_casts_leave_the_gradient_as_it_is(family: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_a_changed_weight_is_cast_anew() -> None:
+def test_a_changed_weight_is_cast_again() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     with weights_cast_once():
         first = cast_weight(weight, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A trained reward model as PPO sees it: the policy's ids, or its text encoded anew."""
+"""A trained reward model as PPO sees it: the policy's ids, or its text encoded again."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_pad_token_the_reward_model_has_no_row_for_is_never_looked_up(tmp_path
 
 
 @pytest.mark.parametrize("ours", [tokenizer, with_bos])
-def test_another_tokenizers_text_is_encoded_anew(ours, tmp_path: Path) -> None:
+def test_another_tokenizers_text_is_encoded_again(ours, tmp_path: Path) -> None:
     policy, model = other_tokenizer(), made_model(tmp_path)
     texts = [([5, 7, 9], [3, 14]), ([4], [15, 9, 6, 5]), ([8, 8], [10])]
     finished = [True, False, True]

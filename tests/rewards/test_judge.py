@@ -70,7 +70,7 @@ def test_what_was_answered_before_an_error_is_kept_and_the_rest_is_not_asked(tmp
     assert len(list(tmp_path.rglob("*.json"))) == 2
 
 
-def test_a_damaged_file_is_asked_anew(tmp_path: Path) -> None:
+def test_a_damaged_file_is_asked_again(tmp_path: Path) -> None:
     with serving(echo) as server:
         model(server.url, tmp_path).ask(["a"])
         (kept,) = tmp_path.rglob("*.json")
@@ -132,7 +132,7 @@ def test_an_answer_without_text_is_empty(tmp_path: Path) -> None:
         assert model(server.url, tmp_path).ask(["a"]) == [""]
 
 
-def test_an_answer_without_text_is_asked_anew_the_next_time(tmp_path: Path) -> None:
+def test_an_answer_without_text_is_asked_again_the_next_time(tmp_path: Path) -> None:
     with serving(lambda n, _question: "8" if n else " ") as server:
         assert model(server.url, tmp_path).ask(["a"]) == [" "]
         assert model(server.url, tmp_path).ask(["a"]) == ["8"]

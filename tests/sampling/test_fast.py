@@ -293,7 +293,7 @@ def test_log_probs_are_the_plain_models_where_a_row_outgrows_its_rotations(famil
 
 
 def test_the_live_weights_are_sampled_from() -> None:
-    """The copies that it decodes with are made anew for each rollout."""
+    """The copies that it decodes with are made again for each rollout."""
     model, prompts = model_of(), prompts_of(ROWS)
     sampler = fast_of(model, config())
     sampler.sample(prompts, key=KEY, group_size=2)

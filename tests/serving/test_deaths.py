@@ -32,7 +32,7 @@ def looks_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Mortal:
-    """A server that is killed in the middle of some requests, and is started anew at once or never again."""
+    """A server that is killed in the middle of some requests, and is started again at once or never again."""
 
     def __init__(self, model: Path, *, dies_at: set[int], comes_back: bool = True) -> None:
         self.model, self.dies_at, self.comes_back = model, dies_at, comes_back

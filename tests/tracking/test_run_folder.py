@@ -41,7 +41,7 @@ def test_settings_that_changed_are_written_and_what_the_run_began_with_is_kept(t
     assert folder.read_config() == {**changed, "versions": before["versions"], "git_commit": before["git_commit"]}
 
 
-def test_a_run_that_starts_anew_writes_its_own_config(tmp_path: Path) -> None:
+def test_a_run_that_starts_again_writes_its_own_config(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write_config(RESOLVED)
     changed = {**RESOLVED, "run": {"name": "another"}}

@@ -159,7 +159,7 @@ def test_demonstrations_beyond_the_context_are_not_mixed_in(tmp_path: Path) -> N
     assert max(int(batch.live_tokens().max()) for batch in batches) <= 64
 
 
-def test_a_run_that_was_stopped_before_a_checkpoint_starts_anew_with_its_own_config(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_before_a_checkpoint_starts_again_with_its_own_config(tmp_path: Path) -> None:
     tree = ppo_tree(tmp_path)
     first = online(tree, "policy.lr=0.5")
     first.session.recorder.close()

@@ -2,7 +2,7 @@
 
 The written-out step does without the modules of Llama and similar models: fused products, precomputed RoPE, little
 Python. Its weights are copies of the model's, joined and packed once (by oneDNN if the CPU has it) for products with
-few rows, and made anew for every rollout. `verify_decoder` tries either before it is used.
+few rows, and made again for every rollout. `verify_decoder` tries either before it is used.
 """
 
 from __future__ import annotations
@@ -528,7 +528,7 @@ class GraphRecorder:
 
 
 class GraphDecoder:
-    """A Decoder that replays another's step as a CUDA graph, recorded anew whenever rows have come or gone.
+    """A Decoder that replays another's step as a CUDA graph, recorded again whenever rows have come or gone.
 
     The `RowSlots` must be static. A step may be repeated with the same tokens, since it writes the same column: the
     warm-up before recording relies on it.

@@ -329,7 +329,7 @@ class FastSampler:
     def _changes_rotations(self, prompts: Prompts) -> bool:
         """Return whether rotations of a longrope model may differ between rows or change on the way.
 
-        The cache would hold keys of other rotations; generate computes it anew.
+        The cache would hold keys of other rotations; generate computes it again.
         """
         switch = self.plain.switch
         if switch is None:
@@ -368,7 +368,7 @@ class FastSampler:
             except UnsupportedModel as error:
                 reason = str(error)
                 if uses != "model":
-                    slower = "the model's own modules" if uses == "lean" else "steps recorded anew as rows come and go"
+                    slower = "the model's own modules" if uses == "lean" else "steps recorded again as rows come and go"
                     self.warn(f"decoding by {slower}, which is slower: {reason}")
         self.warn(f"sampling with transformers' generate, which is slower: {reason}")
         return "generate"
@@ -463,7 +463,7 @@ class FastSampler:
         return RecordedGeneration(kept, self.model, prompts, prompt, key=key, prefixes=self.prefixes).generate()
 
     def _refreshed_decoder(self, rows: int, positions: int) -> FusedDecoder:
-        """Return the decoder that all recorded steps share, with the current weights; made anew if it is too short."""
+        """Return the decoder that all recorded steps share, with the current weights; made again if it is too short."""
         kept = self.kept.decoder
         if kept is None or kept.positions < positions or not kept.refresh(self.model):
             kept = None

@@ -99,7 +99,7 @@ def gate_backward(
     activation: str,
     needs_value: bool,
 ) -> tuple[Weight, Float[Tensor, "N E"], Float[Tensor, "N E"]]:
-    """Compute h = a(g) u anew, if it is needed, and the gradients dg = dh u a'(g) and du = dh a(g).
+    """Compute h = a(g) u again, if it is needed, and the gradients dg = dh u a'(g) and du = dh a(g).
 
     The memory of `gradient` is used up.
     """
