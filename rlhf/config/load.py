@@ -376,7 +376,7 @@ def _unread_by_online(config: OnlineConfig) -> list[tuple[str, str]]:
         ),
         (
             "critic.head",
-            "head" in _changed_fields(config.critic) and not config.critic.starts_anew(config.reward.source),
+            "head" in _changed_fields(config.critic) and not config.critic.has_new_head(config.reward.source),
             "the critic starts from a reward model, head included",
         ),
         (

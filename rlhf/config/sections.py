@@ -185,7 +185,7 @@ class CriticConfig(OptimizerConfig, TrainedWeightsConfig):
         if self.init == "reward" and source.critic_start is None:
             raise ValueError("critic.init is reward, but reward.source is not a model: use critic.init=policy")
 
-    def starts_anew(self, source: Source) -> bool:
+    def has_new_head(self, source: Source) -> bool:
         """Return whether the critic gets a new head, as far as the configuration tells."""
         return self.init == "policy" or (self.init == "auto" and source.critic_start is None)
 

@@ -450,8 +450,8 @@ class QuotaSchedule:
 
         |x_i(n) − n·w_i| ≤ 1 − 1 / (2k − 2),
 
-    which no sequence can better for all weights; so in any window of L rows each source has L·w_i rows, except for fewer
-    than two. After as many rows as the whole-number weights sum to, every quota is met exactly, and the sequence
+    which no sequence can better for all weights; so in any window of L rows a source has L·w_i rows, with an
+    error below two. After as many rows as the whole-number weights sum to, every quota is met exactly, and the sequence
     repeats: row n is a function of n alone.
     """
 

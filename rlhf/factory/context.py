@@ -109,7 +109,7 @@ class RunContext:
         return self.resume is not None and self.is_recorded(DTYPE)
 
     @property
-    def exports_anew(self) -> bool:
+    def exports_again(self) -> bool:
         """Return whether a setting of the export has changed since the run began."""
         return any(matches(change.key, EXPORT) for change in self.changed)
 
@@ -233,7 +233,7 @@ class RunContext:
             log_every=config.logging.every,
             max_bad_steps=config.schedule.max_bad_steps,
             resumed=self.resume is not None,
-            exports_anew=self.exports_anew,
+            exports_again=self.exports_again,
             health=health,
             feed=StreamFeed(self.streams, recorder.note) if self.streams else None,
             ranks=self.engine.ranks,
@@ -330,7 +330,7 @@ class RunContext:
             The packages of another version than before.
         """
         is_over = self.resume is not None and self.state.step >= total_steps
-        if is_over and (self.is_other_run or not self.exports_anew):
+        if is_over and (self.is_other_run or not self.exports_again):
             return []
 
         def write() -> list[str]:

@@ -27,7 +27,7 @@ def is_complete(session: Session) -> bool:
     """Return whether a run had ended before this start, with its model exported in the dtype that is asked for."""
     folder, ranks = session.recorder.folder, session.ranks
     is_exported = ranks.on_main(lambda: completed_step(folder) == session.state.step and folder.model.is_dir())
-    return session.had_ended and is_exported and not session.exports_anew
+    return session.had_ended and is_exported and not session.exports_again
 
 
 def mark_complete(session: Session) -> None:

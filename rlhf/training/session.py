@@ -256,7 +256,7 @@ class Session:
     log_every: int
     max_bad_steps: int = 10
     resumed: bool = False  # continues from a checkpoint, so the evaluation before step 1 is done
-    exports_anew: bool = False  # how the model is exported was changed since the last start
+    exports_again: bool = False  # how the model is exported was changed since the last start
     interrupted: bool = False
     budget: Budget | None = None
     health: HealthMonitor | None = None

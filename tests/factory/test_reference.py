@@ -87,7 +87,7 @@ def test_adapters_share_what_is_kept_for_their_base(tmp_path: Path, asked: list[
     assert len(asked) == 1
 
 
-def test_a_damaged_file_is_computed_anew_and_mended(tmp_path: Path, asked: list[int]) -> None:
+def test_a_damaged_file_is_computed_again_and_mended(tmp_path: Path, asked: list[int]) -> None:
     first = references(offline(tree_of(tmp_path)))
     (path,) = kept(tmp_path)
     whole = path.read_bytes()

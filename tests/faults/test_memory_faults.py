@@ -1,4 +1,4 @@
-"""Out of memory in a micro-batch: halved, begun again, reported once; and the result is the same as with more memory."""
+"""Out of memory in a micro-batch: halved, begun again, reported once; the result is the same as with more memory."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def pad_rows_for_onednn(x: Float[Tensor, "N D"], dtype: torch.dtype) -> Float[Te
     return padded
 
 
-# Memory of a weight -> the weight, its version, its 16-bit copy. Not by object: each pass makes new views of fused weights.
+# Memory of a weight -> the weight, its version, its 16-bit copy. Not by object: each pass views fused weights again.
 _CASTS: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[Tensor, int, Tensor]] | None = None
 
 
