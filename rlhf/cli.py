@@ -52,6 +52,7 @@ Completion in bash: eval "$(register-python-argcomplete rlhf)" (in zsh after aut
 
 ALIASES = {"rm": "reward"}
 SEE = "; rlhf {verb} --help lists what it takes"
+ONE_PROCESS = ("eval", "chat", "sample", "teach", "label", "serve-reward", "serve-policy")
 TARGETS = {
     "file": "a configuration (YAML), or the folder of a run or comparison to repeat or continue",
     "run": "a run folder or a model; RUN@best is the best checkpoint that a run has kept",
@@ -74,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(quiet=rank > 0)
     silence_libraries()
     try:
+        _check_launcher(parsed.verb)
         code = _VERBS[parsed.verb](parsed, console)
         sys.stdout.flush()
     except UserError as error:
@@ -91,6 +93,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     _shut_down_distributed()
     return code or 0
+
+
+def _check_launcher(verb: str) -> None:
+    """Refuse to run a verb of one process in each process of a launcher: all would do the same and write one file."""
+    if verb in ONE_PROCESS and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"rlhf {verb} runs in one process, and a launcher started {os.environ['WORLD_SIZE']}: run it without "
+            "torchrun, accelerate or deepspeed, or unset WORLD_SIZE"
+        )
 
 
 def _has_no_reader() -> bool:

@@ -255,13 +255,20 @@ def describe_drawing(drawing: Drawing) -> str:
 
 
 def _read_lines(read: LineReader, *, interactive: bool) -> Iterator[str]:
-    """Yield the lines of the input; an interrupt at the prompt (Ctrl-C) ends it, like the end of file."""
+    """Yield the lines of the input; an interrupt at the prompt (Ctrl-C) ends it, like the end of file.
+
+    Raises:
+        DataError: the input is not UTF-8.
+    """
     read_line: Callable[[], str] = (lambda: input("> ") + "\n") if interactive and read is sys.stdin else read.readline
     while True:
         try:
             line = read_line()
+            line.encode("utf-8")  # a byte that was kept as a surrogate
         except (EOFError, KeyboardInterrupt):
             return
+        except UnicodeError as error:
+            raise DataError("the input is not UTF-8: convert it first") from error
         if not line:
             return
         yield line

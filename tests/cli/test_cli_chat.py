@@ -24,7 +24,7 @@ from rlhf.config.data import ChatFormat, DatasetConfig
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
 from rlhf.data.prompts import PromptSet
-from rlhf.errors import ModelError, UserError
+from rlhf.errors import DataError, ModelError, UserError
 from rlhf.factory.sampler import GREEDY, Completer, Drawing, published_drawing
 from rlhf.labelling.data import read_groups
 from rlhf.types import Prompts
@@ -82,6 +82,25 @@ def test_an_end_of_file_ends_it_and_an_unknown_command_is_told(run_folder: Path)
     lines = chat_lines(run_folder, "/rset\nblue one")
     assert lines[0].startswith("/rset? /reset begins again")
     assert lines[1:] == ["bad"]
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_input_that_is_not_utf8_is_told(run_folder: Path, errors: str) -> None:
+    options = ChatOptions(greedy=True, max_tokens=4)
+    read, out = io.TextIOWrapper(io.BytesIO(b"red one\nblue \xff\n"), "utf-8", errors), io.StringIO()
+    with pytest.raises(DataError, match="the input is not UTF-8"):
+        run_chat(str(run_folder), options, sampling=check_chat(str(run_folder), options), read=read, out=out)
+
+
+@pytest.mark.parametrize("verb", ["chat", "eval", "label", "sample", "serve-policy", "serve-reward", "teach"])
+def test_a_verb_of_one_process_is_refused_under_a_launcher(
+    verb: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = {"sample": ["--prompt", "red one"], "teach": ["--out", "words.safetensors"]}
+    assert main([verb, str(run_folder), *options.get(verb, [])]) == 2
+    assert f"rlhf {verb} runs in one process, and a launcher started 2" in capsys.readouterr().err.replace("\n", " ")
+    assert not list(run_folder.glob("eval*.json"))
 
 
 def test_an_answer_that_did_not_end_shows_it(run_folder: Path) -> None:
