@@ -22,9 +22,9 @@ from rlhf.data.formats import PairText
 from rlhf.data.pairs import PairSet
 from rlhf.data.tokenizer import right_pad
 from rlhf.errors import DataError, RewardError
+from rlhf.evaluation.win_rate import resamples, wilson
 from rlhf.models.backbone import context_length
 from rlhf.models.scalar_head import ScalarHeadModel
-from rlhf.runtime.seeding import generator
 
 Degrade = Callable[[list[int]], list[int]]
 
@@ -331,13 +331,12 @@ def _fit(features: Matrix, labels: np.ndarray, strength: float) -> np.ndarray:
     return weights
 
 
-RESAMPLES = 2000
 MIN_CLUSTERS = 10
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Share of pairs whose chosen side scores higher (ties count half), with a 95 % bootstrap interval."""
+    """Share of pairs whose chosen side scores higher (ties count half), with a 95 % interval."""
 
     accuracy: float
     low: float
@@ -376,7 +375,8 @@ def accuracy(gaps: Float[Tensor, " N"], clusters: Sequence[Hashable], *, seed: i
     """Compute the accuracy of score gaps (chosen - rejected) with its bootstrap interval.
 
     Pairs of one prompt are not independent, so the bootstrap resamples whole clusters (prompts); if there are fewer
-    than 10 clusters, it resamples pairs.
+    than 10 clusters, it resamples pairs. If all pairs or none are right, so are all resamples: then the interval is
+    Wilson's of the clusters.
     """
     won = win_indicator(gaps).double()
     numbers = {cluster: number for number, cluster in enumerate(dict.fromkeys(clusters))}
@@ -386,13 +386,12 @@ def accuracy(gaps: Float[Tensor, " N"], clusters: Sequence[Hashable], *, seed: i
         index, groups = torch.tensor([numbers[cluster] for cluster in clusters]), len(numbers)
     totals = torch.zeros(groups, dtype=torch.float64).index_add_(0, index, won)
     sizes = torch.zeros(groups, dtype=torch.float64).index_add_(0, index, torch.ones_like(won))
-    random = generator(seed, "bootstrap")
-    means = torch.empty(RESAMPLES, dtype=torch.float64)
-    for i in range(RESAMPLES):
-        draw = torch.randint(groups, (groups,), generator=random)
-        means[i] = totals[draw].sum() / sizes[draw].sum()
+    share = won.mean().item()
+    if share in (0.0, 1.0):
+        return Accuracy(share, *wilson(share * groups, groups), n=len(won))
+    means = torch.cat([totals[rows].sum(dim=1) / sizes[rows].sum(dim=1) for rows in resamples(groups, seed=seed)])
     low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Accuracy(accuracy=won.mean().item(), low=low, high=high, n=len(won))
+    return Accuracy(share, low, high, n=len(won))
 
 
 def subset_accuracy(gaps: Float[Tensor, " N"], where: Bool[Tensor, " N"]) -> SubsetAccuracy:
@@ -531,12 +530,10 @@ def auc_interval(scores: Float[Tensor, " N"], positive: Bool[Tensor, " N"], *, s
     value = auc(scores, positive)
     if value is None:
         return Auc(None, None, None)
-    random, areas = generator(seed, "auc"), []
-    for _ in range(RESAMPLES):
-        draw = torch.randint(len(scores), (len(scores),), generator=random)
-        area = auc(scores[draw], positive[draw])
-        if area is not None:
-            areas.append(area)
+    drawn = (
+        auc(scores[draw], positive[draw]) for part in resamples(len(scores), seed=seed, key="auc") for draw in part
+    )
+    areas = [area for area in drawn if area is not None]
     quantiles = torch.tensor(areas, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
     low, high = quantiles.tolist()
     return Auc(value, low, high)

@@ -178,7 +178,7 @@ def test_auc_by_hand() -> None:
 def test_the_card_tells_disagreement_that_predicts_error_from_one_that_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("reward_model.evaluate.RESAMPLES", 200)
+    monkeypatch.setattr("rlhf.evaluation.win_rate.RESAMPLES", 200)
     generator = torch.Generator().manual_seed(0)
     hard = torch.rand(300, generator=generator, dtype=torch.float64) < 0.3
     noise = torch.randn(4, 300, generator=generator, dtype=torch.float64)

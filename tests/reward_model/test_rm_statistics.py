@@ -46,6 +46,16 @@ def test_pairs_of_one_prompt_are_one_observation() -> None:
     assert few.accuracy - few.low == pytest.approx(0.045, abs=0.006)
 
 
+def test_all_pairs_right_are_not_certain() -> None:
+    """Wilson's interval of n of n is [n / (n + 1.96²), 1], and of none [0, 1.96² / (n + 1.96²)]."""
+    gaps = torch.ones(400)
+    independent, alike = accuracy(gaps, range(400), seed=0), accuracy(gaps, [i // 20 for i in range(400)], seed=0)
+    assert (independent.accuracy, independent.high, alike.high) == (1.0, 1.0, 1.0)
+    assert independent.low == pytest.approx(400 / (400 + 1.96**2), abs=1e-5)
+    assert alike.low == pytest.approx(20 / (20 + 1.96**2), abs=1e-5)
+    assert accuracy(-gaps, range(400), seed=0).high == pytest.approx(1.96**2 / (400 + 1.96**2), abs=1e-5)
+
+
 def test_a_part_may_be_empty() -> None:
     gaps = gaps_of(1, -1, 3)
     assert subset_accuracy(gaps, torch.tensor([True, True, False])).accuracy == 0.5
