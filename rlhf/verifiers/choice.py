@@ -9,9 +9,11 @@ from pydantic import Field, field_validator
 
 from rlhf.verifiers.grader import GradeFunction, Grader, Row
 
+JOINED = r"\s*(?:[,/&]|\bor\b|\band\b)\s*"
+NO_OTHER = rf"(?!\)?{JOINED}\(?{{letters}}\)?(?:{JOINED}|[\s.}}}}]*$))"  # "B or C" announces two
 ANNOUNCED = (
-    r"\\boxed\s*\{{?\s*(?:\\text\s*\{{)?\s*\(?({letters})\b",
-    r"\banswer\b(?:\s+is|\s*[:=])?\s*(?:is\s*)?[:=]?[*_`\"'\s]*\(?({letters})\b(?!['’])",
+    r"\\boxed\s*\{{?\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{{)?\s*\(?({letters})\b" + NO_OTHER,
+    r"\banswer\b(?:\s+is|\s*[:=])?\s*(?:is\s*)?[:=]?[*_`\"'\s]*\(?({letters})\b(?!['’])" + NO_OTHER,
 )
 ALONE = r"[\s(*_`\"']*({letters})[\s).:*_`\"']*"  # the whole of a line is the letter
 FIRST = r"[\s*_`\"']*\(?({letters})[).:](?:\s|$)"  # the first line begins with it: "B) Paris"
@@ -24,7 +26,8 @@ class ChoiceGrader(Grader):
 
     type: Literal["choice"] = "choice"
     answer: str = "answer"
-    """The column with the right letter; or its number, from 0, also as text."""
+    """The column with the right letter; or its number, from 0, also as text. If digits are among the letters, a number
+    is the letter itself."""
     letters: Annotated[str, Field(min_length=2)] = "ABCDEFGH"
     """The letters of the choices, in their order: capitals or digits, each once."""
 
@@ -58,12 +61,13 @@ class ChoiceGrader(Grader):
         value = row.get(self.answer)
         if value is None:
             return None
-        if isinstance(value, int | float) and not isinstance(value, bool) and value in range(len(self.letters)):
-            return self.letters[int(value)]  # 1.0 too: pandas' form of a column of whole numbers with gaps
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # 1.0 is pandas' form of a column of whole numbers with gaps
         letter = str(value).strip().strip("().:").upper()
         if len(letter) == 1 and letter in self.letters:
             return letter
-        if letter.isdecimal() and int(letter) < len(self.letters):
+        has_digits = any(one.isdecimal() for one in self.letters)
+        if letter.isdecimal() and int(letter) < len(self.letters) and not has_digits:
             return self.letters[int(letter)]
         raise ValueError(f"the column {self.answer!r} has {value!r}, which is none of the letters {self.letters}")
 
@@ -76,7 +80,7 @@ def chosen_letter(text: str, letters: str) -> str | None:
     """
     any_letter = f"[{re.escape(letters)}]"
     for pattern in ANNOUNCED:
-        every = re.findall(pattern.format(letters=any_letter), text, re.IGNORECASE)
+        every = re.findall(pattern.format(letters=any_letter), text, re.IGNORECASE | re.MULTILINE)
         capitals = [letter for letter in every if letter in letters]
         if capitals:
             last_line = text.strip().rpartition("\n")[2]

@@ -16,8 +16,8 @@ TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 class ReasoningGymGrader(Grader):
     """Grades by a task of reasoning-gym (Stojanovski et al. 2025): its own scoring, from 0 to 1.
 
-    The task makes the rows: `question`, `answer` and `metadata` (an object, or as JSON text). A completion that its
-    scoring fails to read grades 0.
+    The task makes the rows: `question`, `answer` and `metadata` (an object, or as JSON text). Some tasks have no answer
+    and score by the metadata. A completion that the scoring fails to read grades 0.
     """
 
     argument: ClassVar[str | None] = "task"
@@ -56,14 +56,16 @@ class ReasoningGymGrader(Grader):
         scorer = reasoning_gym.get_score_answer_fn(self.task)
 
         def grade(completion: str, row: Row) -> float | None:
-            if row.get(self.answer) is None:
+            answer = row.get(self.answer)
+            if answer is None and row.get(self.metadata) is None:
                 return None
             question = row.get("question", row.get("prompt"))
-            entry = {"question": question, "answer": row[self.answer], "metadata": self._metadata(row)}
+            entry = {"question": question, "answer": answer, "metadata": self._metadata(row)}
             try:
                 return float(scorer(self._extract(completion), entry))
             except Exception:  # the scoring fails to read the answer, or the row
-                scorer(str(row[self.answer]), entry)
+                if answer is not None:
+                    scorer(str(answer), entry)
                 return 0.0
 
         return grade

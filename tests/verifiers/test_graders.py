@@ -102,6 +102,10 @@ def test_gsm8k_references_are_graded_right(shared: Path) -> None:
         ("The answer is B.", "B"), ("Answer: (C)", "C"), ("**Answer:** B", "B"), ("\\boxed{D}", "D"), ("B", "B"),
         ("(b)", None), ("B) Paris", "B"), ("B. Paris is in France", "B"), ("Let me see.\nB", "B"),
         ("The answer is A.\nNo: the answer is C.", "C"), ("The answer is A. The answer is B.", None),
+        ("The answer is B or C.", None), ("The answer is A/B/C/D", None), ("Answer: A, B, C, D", None),
+        ("The answer is (A) and (B)", None), ("\\boxed{A, B}", None), ("Answer: B or C\nAnswer: C", "C"),
+        ("The answer is B, a city.", "B"), ("The answer is B, A is wrong.", "B"), ("The answer is B and not A.", "B"),
+        ("\\boxed{\\mathrm{B}}", "B"), ("\\boxed{\\textbf{B}}", "B"),
         ("A cat sat", None), ("I am sure", None), ("", None), ("ABCD", None), ("A B C D", None),
     ],
 )  # fmt: skip
@@ -117,7 +121,9 @@ def test_choice() -> None:
         with pytest.raises(ValueError, match="which is none of the letters"):
             grade("B", {"label": label})
     digits = validate(ChoiceGrader, {"type": "choice", "letters": "1234"}).start()
-    assert [digits("The answer is 2", {"answer": label}) for label in ("2", "1", 1)] == [1, 0, 1]
+    assert [digits("The answer is 2", {"answer": label}) for label in ("2", 2, 2.0, "1", 1)] == [1, 1, 1, 0, 0]
+    with pytest.raises(ValueError, match="0, which is none of the letters 1234"):  # and not the first of them
+        digits("The answer is 1", {"answer": 0})
 
 
 @pytest.mark.parametrize("letters", ["abcd", "ABc", "AAB", "A B", "A.", "A", ""])
@@ -126,6 +132,21 @@ def test_letters_are_capitals_or_digits_each_once(letters: str) -> None:
         validate(ChoiceGrader, {"type": "choice", "letters": letters})
     with pytest.raises(ConfigError, match="'abcd': write capitals or digits, each once, as in ABCD"):
         validate(ChoiceGrader, {"type": "choice", "letters": "abcd"})
+
+
+def test_a_task_of_reasoning_gym_without_an_answer_is_scored_by_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    def score(answer: str | None, entry: dict[str, Any]) -> float:
+        assert entry["answer"] is None
+        return float(json.loads(answer or "") == entry["metadata"]["edges"])
+
+    spec = ModuleSpec("reasoning_gym", None)
+    package = SimpleNamespace(__spec__=spec, get_score_answer_fn=lambda task: score)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", SimpleNamespace(DATASETS=["graph_color"]))
+    grade = validate(ReasoningGymGrader, {"type": "reasoning_gym", "task": "graph_color"}).start()
+    row = {"question": "?", "answer": None, "metadata": '{"edges": [1, 2]}'}
+    assert [grade(text, row) for text in ("<answer>[1, 2]</answer>", "[2, 1]", "I don't know")] == [1.0, 0.0, 0.0]
+    assert grade("[1, 2]", {"question": "?", "answer": None, "metadata": None}) is None
 
 
 def test_regex() -> None:
