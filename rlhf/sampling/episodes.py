@@ -65,7 +65,10 @@ class Episode:
     rewards: dict[int, float] = field(default_factory=dict)  # by position: the last action token of a turn
     stop: StopReason = StopReason.NONE
     ended: bool = False  # the last action ended by itself, and was not cut
-    has_cuts: bool = False  # an action was cut
+    cuts: int = 0  # actions that were cut
+    calls: float = 0.0
+    failed_calls: float = 0.0
+    malformed: float = 0.0
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def act(self, ids: Sequence[int], logprobs: Sequence[float], turn: int, *, ended: bool) -> None:
@@ -75,7 +78,7 @@ class Episode:
         self.is_action += [True] * len(ids)
         self.turns += [turn] * len(ids)
         self.ended = ended
-        self.has_cuts |= not ended
+        self.cuts += not ended
 
     def observe(self, ids: Sequence[int]) -> None:
         """Add tokens that the policy reads and did not write."""
@@ -96,15 +99,25 @@ class EpisodeCounts:
     calls: float = 0.0
     failed_calls: float = 0.0
     malformed: float = 0.0
-    cut_actions: float = 0.0
+    cuts: int = 0
     episodes: int = 0
+
+    def add(self, episodes: Iterable[Episode]) -> None:
+        """Add the episodes with an action; one that failed and was dropped has none."""
+        for episode in episodes:
+            if any(episode.is_action):
+                self.calls += episode.calls
+                self.failed_calls += episode.failed_calls
+                self.malformed += episode.malformed
+                self.cuts += episode.cuts
+                self.episodes += 1
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the episodes so far."""
         episodes = max(self.episodes, 1)
         metrics = {
             "env/malformed": self.malformed / episodes,
-            "env/cut_actions": self.cut_actions / episodes,
+            "env/cut_actions": self.cuts / episodes,
         }
         if self.calls:
             metrics |= {"env/tool_calls": self.calls / episodes, "env/tool_error": self.failed_calls / self.calls}
@@ -185,7 +198,7 @@ class EpisodeSampler:
         self._check_faults()
         if unclosed := [answer.reason for answer in closed if isinstance(answer, Fault)]:
             self.note(f"warning: {len(unclosed)} of {len(episodes)} environments did not close: {unclosed[0]}")
-        self.counts.episodes += len(episodes)
+        self.counts.add(episodes)
         return self._collect(rows, episodes, first, group_size)
 
     def take_metrics(self) -> dict[str, float]:
@@ -285,14 +298,13 @@ class EpisodeSampler:
         rows = zip(live, actions.completion_ids, actions.completion_mask, actions.sampler_logprobs, strict=True)
         for (episode, ids, mask, logprobs), ended in zip(rows, actions.finished.tolist(), strict=True):
             episode.act(ids[mask].tolist(), logprobs[mask].tolist(), turn, ended=ended)
-            self.counts.cut_actions += not ended
 
     def _answer(self, episode: Episode, answer: StepResult, turn: int) -> None:
         """Take the reward of a turn, and the observation if the episode goes on."""
         episode.rewards[len(episode.ids) - 1] = answer.reward
-        self.counts.calls += answer.metrics.get(TOOL_CALLS, 0.0)
-        self.counts.failed_calls += answer.metrics.get(TOOL_ERRORS, 0.0)
-        self.counts.malformed += answer.metrics.get(MALFORMED, 0.0)
+        episode.calls += answer.metrics.get(TOOL_CALLS, 0.0)
+        episode.failed_calls += answer.metrics.get(TOOL_ERRORS, 0.0)
+        episode.malformed += answer.metrics.get(MALFORMED, 0.0)
         if answer.terminated:
             episode.stop = StopReason.TERMINATED
         elif answer.truncated:
@@ -420,7 +432,7 @@ class EpisodeSampler:
             completion_ids=_padded([episode.ids for episode in episodes], width, self.encoder.pad_id),
             completion_mask=mask,
             sampler_logprobs=_padded([episode.logprobs for episode in episodes], width, 0.0).to(dtype),
-            finished=torch.tensor([not episode.has_cuts for episode in episodes]),
+            finished=torch.tensor([not episode.cuts for episode in episodes]),
             group_size=group_size,
             episode_actions=_padded([episode.is_action for episode in episodes], width, False),
             episode_turns=_padded([episode.turns for episode in episodes], width, 0),

@@ -222,6 +222,9 @@ def test_a_failing_environment_is_counted_and_nothing_else_is_lost(
     assert torch.equal(rows.action_mask[others][:, :width], whole.action_mask[others][:, :width])
     assert torch.equal(rows.turn_rewards[others][:, :width], whole.turn_rewards[others][:, :width])
     assert "1 of 16 episodes failed" in notes[0]
+    cut = [ends_of_turns(rows, row).count(False) for row in others.tolist()]
+    assert run.episodes.take_metrics()["env/cut_actions"] == pytest.approx(sum(cut) / 15)
+    assert sum(cut) > 0
     scores = run.reward(rows)
     assert scores.values[failed].isnan().all()
     values = fill_failed(rows, scores).values
