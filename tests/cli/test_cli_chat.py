@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -64,9 +66,10 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat_lines(folder: Path, text: str, **options: Any) -> list[str]:
-    out = io.StringIO()
     given = ChatOptions(**{"greedy": True, "max_tokens": 4, **options})
-    run_chat(str(folder), given, sampling=check_chat(str(folder), given), read=io.StringIO(text), out=out)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "stdin", io.StringIO(text))
+        run_chat(str(folder), given, sampling=check_chat(str(folder), given))
     return out.getvalue().splitlines()
 
 
