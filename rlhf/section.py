@@ -20,7 +20,7 @@ from functools import cache, reduce
 from itertools import pairwise
 from operator import or_
 from pathlib import Path
-from types import NoneType
+from types import GenericAlias, NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -300,6 +300,18 @@ def members_of(annotation: Any, marks: Sequence[object] = ()) -> dict[str, type[
         one_of = next((mark for mark in marks if isinstance(mark, OneOf)), OneOf())
         return one_of.members(annotation)
     return {name: of for inner in typing.get_args(annotation) for name, of in members_of(inner, marks).items()}
+
+
+def sections_of(annotation: Any) -> list[type[Section]]:
+    """Return the section classes that an annotation names: of a family, the members that the field can hold."""
+    family, *marks = typing.get_args(annotation) or (None,)
+    if choice := next((mark for mark in marks if isinstance(mark, OneOf)), None):
+        return list(choice.members(family).values())
+    if isinstance(annotation, type) and issubclass(annotation, Choice):
+        return list(annotation.choices().values())
+    if isinstance(annotation, type) and not isinstance(annotation, GenericAlias):
+        return [annotation] if issubclass(annotation, Section) else []
+    return [section for inner in typing.get_args(annotation) for section in sections_of(inner)]
 
 
 @cache

@@ -22,7 +22,7 @@ from rlhf.algorithms.presets import PRESETS
 from rlhf.commands.explain import LIMITS
 from rlhf.config.compare import CompareConfig
 from rlhf.config.sections import RewardModelConfig, TrainSections
-from rlhf.section import Choice, OneOf, Section, description
+from rlhf.section import Section, description, sections_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "configuration"
 ROOTS: tuple[tuple[str, type[Section]], ...] = (
@@ -182,10 +182,10 @@ def shapes(root: type[Section]) -> list[SectionKeys]:
             return
         shape.keys.append(key)
         for name, annotation in hints_of(kind).items():
-            around = {*inside, kind} & set(_kinds(annotation))  # a source around a source is not described again
+            around = {*inside, kind} & set(sections_of(annotation))  # a source around a source is not described again
             if typing.get_origin(annotation) is not list and not around:
                 suffix = ".<name>" if _is_mapping(annotation) else ""
-                for inner in _kinds(annotation):
+                for inner in sections_of(annotation):
                     visit(inner, (f"{key}.{name}" if key else name) + suffix, (*inside, kind))
 
     visit(root, "")
@@ -367,7 +367,7 @@ def _named_union(inner: typing.Sequence[Any]) -> str:
 
 
 def _named_mapping(inner: typing.Sequence[Any]) -> str:
-    has_sections = any(_kinds(argument) for argument in inner)
+    has_sections = any(sections_of(argument) for argument in inner)
     return "mapping of sections" if has_sections else "mapping"
 
 
@@ -397,18 +397,6 @@ def _is_mapping(annotation: Any) -> bool:
     """Return whether the sections are the values of a mapping with keys of the user's choice."""
     bare = typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
     return typing.get_origin(bare) is dict
-
-
-def _kinds(annotation: Any) -> list[type[Section]]:
-    """Return the section classes that an annotation names: of a family, the members that the field can hold."""
-    family, *marks = typing.get_args(annotation) or (None,)
-    if choice := next((mark for mark in marks if isinstance(mark, OneOf)), None):
-        return list(choice.members(family).values())
-    if isinstance(annotation, type) and issubclass(annotation, Choice):
-        return list(annotation.choices().values())
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return [annotation] if issubclass(annotation, Section) else []
-    return [kind for inner in typing.get_args(annotation) for kind in _kinds(inner)]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ class Solution:
 
     x: Vector
     remainder: Vector  # b - A x, as the recursion keeps it
-    iterations: int
 
     def residual(self, b: Vector) -> float:
         """Compute |b - A x| / |b|: 0 is solved, 1 is no better than x = 0; 0 if b is 0."""
@@ -47,19 +46,19 @@ def conjugate_gradient(
     x, remainder, direction = torch.zeros_like(b), b.clone(), b.clone()
     squared = float(remainder @ remainder)
     goal = tolerance**2 * squared
-    for done in range(iterations):
+    for _ in range(iterations):
         if squared <= goal:
-            return Solution(x=x, remainder=remainder, iterations=done)
+            break
         image = product(direction)
         curvature = float(direction @ image)
         if not curvature > 0:  # NaN too
-            return Solution(x=x, remainder=remainder, iterations=done)
+            break
         step = squared / curvature
         x = x + step * direction
         remainder = remainder - step * image
         before, squared = squared, float(remainder @ remainder)
         direction = remainder + (squared / before) * direction
-    return Solution(x=x, remainder=remainder, iterations=iterations)
+    return Solution(x=x, remainder=remainder)
 
 
 def softmax_fisher_product(

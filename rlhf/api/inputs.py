@@ -17,7 +17,7 @@ from rlhf.config.files import Tree, branch_at, merge
 from rlhf.config.load import SHORTHANDS
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.data.files import given_rows
-from rlhf.data.paths import looks_local
+from rlhf.data.paths import source_at
 from rlhf.errors import ConfigError, DataError, did_you_mean
 from rlhf.plugins import as_settings, plugins_in
 from rlhf.section import Section
@@ -139,7 +139,7 @@ class Inputs:
         if isinstance(getattr(reward, "folder", None), Path):  # the result of rlhf.reward_model
             return {"type": "model", "path": str(reward.folder)}  # type: ignore[union-attr]
         if isinstance(reward, str | Path):
-            return _source_at(str(reward))
+            return source_at(str(reward))
         if isinstance(reward, list):
             return self._ensemble(reward, name)
         if isinstance(reward, tuple) and len(reward) == 2 and hasattr(reward[0], "save_pretrained"):
@@ -295,16 +295,6 @@ def _has_weight(value: Any) -> bool:
 
 def _with_weight(reward: Any) -> tuple[Any, float]:
     return (reward[0], float(reward[1])) if _has_weight(reward) else (reward, 1.0)
-
-
-def _source_at(place: str) -> Tree:
-    """Return the source at a URL, a function's path or a reward model's, told apart by their looks."""
-    if place.startswith(("http://", "https://")):
-        return {"type": "remote", "url": place}
-    location, colon, name = place.rpartition(":")
-    if colon and name.isidentifier() and (location.endswith(".py") or not looks_local(location)):
-        return {"type": "function", "target": place}
-    return {"type": "model", "path": place}
 
 
 def _as_rows(name: str, rows: Iterable[Any], text: TextColumn | None) -> Iterator[Mapping[str, Any]]:

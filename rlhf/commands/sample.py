@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import BinaryIO
 
 import torch
 from filelock import FileLock, Timeout
@@ -157,55 +157,23 @@ TEMPERATURE, TOP_P = 0.7, 0.95  # of an answer, if only the other one is given
 HELP = "/reset begins again, /quit ends; Ctrl-C stops an answer"
 
 
-@runtime_checkable
-class LineReader(Protocol):
-    """A stream of lines, such as standard input."""
-
-    def readline(self) -> str:
-        """Return the next line, or an empty string at the end of the stream."""
-
-    def isatty(self) -> bool:
-        """Return whether the stream is an interactive terminal."""
-
-
-@runtime_checkable
-class LineWriter(Protocol):
-    """A stream that is written to, such as standard output."""
-
-    def write(self, text: str, /) -> object:
-        """Write text, which may be part of a line."""
-
-    def flush(self) -> None:
-        """Flush the written text."""
-
-
-def run_chat(
-    path: str,
-    options: ChatOptions,
-    *,
-    sampling: SamplingConfig,
-    read: LineReader | None = None,
-    out: LineWriter | None = None,
-) -> None:
+def run_chat(path: str, options: ChatOptions, *, sampling: SamplingConfig) -> None:
     """Answer each line that is typed or piped in, until the end of the input or /quit.
 
     Args:
         path: a run folder, a model folder or a hub id.
         sampling: the longest answer (see checks.check_chat).
-        read: where messages come from; standard input if None.
-        out: where answers go; standard output if None.
 
     Raises:
         UserError: the model has no chat template or cannot be loaded.
     """
-    read, out = read or sys.stdin, out or sys.stdout
-    interactive = read.isatty()
+    interactive = sys.stdin.isatty()
     if interactive:
-        out.write(f"loading {path} ...\n")
+        sys.stdout.write(f"loading {path} ...\n")
     conversation = _open(path, options, sampling)
     if interactive:
-        out.write(f"{HELP}\nAnswers: {describe_drawing(conversation.drawing)}\n")
-    for line in _read_lines(read, interactive=interactive):
+        sys.stdout.write(f"{HELP}\nAnswers: {describe_drawing(conversation.drawing)}\n")
+    for line in _read_lines(interactive=interactive):
         match line.strip():
             case "":
                 continue
@@ -214,11 +182,11 @@ def run_chat(
             case "/reset":
                 conversation.reset()
             case text if text.startswith("/") and " " not in text:
-                out.write(f"{text}? {HELP}\n")
+                sys.stdout.write(f"{text}? {HELP}\n")
             case text:
-                _answer(conversation, text, out)
+                _answer(conversation, text)
     if interactive:
-        out.write("\n")
+        sys.stdout.write("\n")
 
 
 def _open(path: str, options: ChatOptions, sampling: SamplingConfig) -> Conversation:
@@ -254,13 +222,13 @@ def describe_drawing(drawing: Drawing) -> str:
     return f"temperature {drawing.temperature:g}, top-p {drawing.top_p:g}{top_k}"
 
 
-def _read_lines(read: LineReader, *, interactive: bool) -> Iterator[str]:
+def _read_lines(*, interactive: bool) -> Iterator[str]:
     """Yield the lines of the input; an interrupt at the prompt (Ctrl-C) ends it, like the end of file.
 
     Raises:
         DataError: the input is not UTF-8.
     """
-    read_line: Callable[[], str] = (lambda: input("> ") + "\n") if interactive and read is sys.stdin else read.readline
+    read_line: Callable[[], str] = (lambda: input("> ") + "\n") if interactive else sys.stdin.readline
     while True:
         try:
             line = read_line()
@@ -274,15 +242,15 @@ def _read_lines(read: LineReader, *, interactive: bool) -> Iterator[str]:
         yield line
 
 
-def _answer(conversation: Conversation, text: str, out: LineWriter) -> None:
+def _answer(conversation: Conversation, text: str) -> None:
     def write(chunk: str) -> None:
-        out.write(printable(chunk))
-        out.flush()
+        sys.stdout.write(printable(chunk))
+        sys.stdout.flush()
 
     try:
         complete = conversation.ask(text, write)
     except DataError as error:
-        out.write(f"{error}: /reset begins again\n")
+        sys.stdout.write(f"{error}: /reset begins again\n")
         return
-    out.write("\n" if complete else " …\n")
-    out.flush()
+    sys.stdout.write("\n" if complete else " …\n")
+    sys.stdout.flush()

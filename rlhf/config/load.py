@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import types
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +30,7 @@ from rlhf.config.presets import drop_keys, get_setting, has_critic, release_held
 from rlhf.config.sections import OfflineConfig, OnlineConfig, OptimizerConfig, RewardModelConfig, TrainConfig
 from rlhf.errors import ConfigError, command_or_call, did_you_mean
 from rlhf.plugins import load_plugins
-from rlhf.section import Choice, Needed, Section, members_of
+from rlhf.section import Choice, Needed, Section, members_of, sections_of
 
 C = TypeVar("C", bound=Section)
 
@@ -535,7 +533,7 @@ def _message(mistake: Mapping[str, Any], keys: Sequence[str], models: Sequence[t
 def _no_section(value: object, keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
     """Describe how to set a section that has no type, or that was given a value; name the key that is wanted."""
     fields = [model.model_fields[keys[-1]] for model in models if keys and keys[-1] in model.model_fields]
-    sections = [section for field in fields for section in _sections(field.annotation)] or models  # of a list: these
+    sections = [section for field in fields for section in sections_of(field.annotation)] or models  # of a list: these
     types = [name for field in fields for name in members_of(field.annotation, field.metadata)]
     types = types or [str(kind.model_fields["type"].default) for kind in sections if issubclass(kind, Choice)]
     choices = f", one of {', '.join(types)}"
@@ -561,7 +559,7 @@ def _needed_key(sections: Sequence[type[BaseModel]]) -> str:
     name = next((name for name, field in fields.items() if field.is_required()), "path")
     if name not in fields:
         return ""
-    kinds = _sections(fields[name].annotation)
+    kinds = sections_of(fields[name].annotation)
     inner = "" if any(issubclass(kind, Choice) for kind in kinds) else _needed_key(kinds)
     return f"{name}.{inner}" if inner else name
 
@@ -589,18 +587,9 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
         else:
             models = [model for model in models if _is_tagged(model, part)] or models
         if fields and not is_last:
-            models = [section for field in fields for section in _sections(field.annotation)]
+            models = [section for field in fields for section in sections_of(field.annotation)]
             is_tag_next = len(models) > 1
     return keys, models
-
-
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """Return the section classes that an annotation names."""
-    if isinstance(annotation, type) and issubclass(annotation, Choice):
-        return list(annotation.choices().values())
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return [annotation] if issubclass(annotation, BaseModel) else []
-    return [section for inner in typing.get_args(annotation) for section in _sections(inner)]
 
 
 def _is_tagged(model: type[BaseModel], tag: str) -> bool:
@@ -623,7 +612,7 @@ def _full_key(keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
     below = [
         f"{section}.{name}"
         for section, field in models[0].model_fields.items()
-        for name in dict.fromkeys(name for kind in _sections(field.annotation) for name in kind.model_fields)
+        for name in dict.fromkeys(name for kind in sections_of(field.annotation) for name in kind.model_fields)
     ]
     exact = [key for key in below if key.endswith(f".{keys[0]}")]
     if 0 < len(exact) <= 3:

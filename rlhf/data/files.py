@@ -488,10 +488,12 @@ class LazyDataset:
 
     def head(self, file: int) -> list[DataRow]:
         """Read the first rows of a file, through a reader of its own; malformed ones are left out."""
+        return [rename_row(row, self.config.columns) for row in self._head(file)]
+
+    def _head(self, file: int) -> list[DataRow]:
         name, _ = self.files[file]
         with _readable(name):
-            rows, _, _ = self._new_reader(file).read(0, 0, HEAD, RowCounts(name))
-        return [rename_row(row, self.config.columns) for row in rows]
+            return self._new_reader(file).read(0, 0, HEAD, RowCounts(name))[0]
 
     def fingerprint(self) -> list[list[object]]:
         """Return the names and sizes of the files, by which a change between two runs is noticed."""
@@ -521,10 +523,7 @@ class LazyDataset:
 
     def _check_columns(self, file: int) -> None:
         if self.config.columns and file not in self._checked:
-            name, _ = self.files[file]
-            with _readable(name):
-                rows, _, _ = self._new_reader(file).read(0, 0, HEAD, RowCounts(name))
-            check_columns(rows, self.config.columns)
+            check_columns(self._head(file), self.config.columns)
             self._checked.add(file)
 
 

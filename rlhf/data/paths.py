@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlhf.config.data import DataConfig, TrainableDataConfig
 from rlhf.config.load import unread_keys
@@ -308,6 +309,16 @@ def is_missing(path: str, local_prefixes: tuple[str, ...] = (), *, suffixes: tup
     """Return whether `path` was meant as a file or folder, by its prefix or suffix or looks, and does not exist."""
     is_local = looks_local(path, suffixes) or path.startswith(local_prefixes)
     return is_local and not Path(path).expanduser().exists()
+
+
+def source_at(place: str) -> dict[str, Any]:
+    """Return the source at a URL, a function's path or a reward model's, told apart by their looks."""
+    if place.startswith(("http://", "https://")):
+        return {"type": "remote", "url": place}
+    location, colon, name = place.rpartition(":")
+    if colon and name.isidentifier() and (location.endswith(".py") or not looks_local(location)):
+        return {"type": "function", "target": place}
+    return {"type": "model", "path": place}
 
 
 def resolve_best(path: str) -> str:

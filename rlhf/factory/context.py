@@ -19,6 +19,7 @@ from rlhf.config.sections import OnlineConfig, OptimizerConfig, RewardModelConfi
 from rlhf.data.mixture import MixedStream
 from rlhf.data.rows import RowCounts
 from rlhf.errors import ConfigError, UserError
+from rlhf.factory.exported import rounded_inputs
 from rlhf.guard.alarms.history import RunFacts
 from rlhf.guard.lint import check_settings
 from rlhf.models.dither import dither_matrices
@@ -349,7 +350,7 @@ class RunContext:
         return self.engine.ranks.on_main(write)
 
 
-def open_context(config: TrainConfig | RewardModelConfig, view: View | None, notes: Sequence[str] = ()) -> RunContext:
+def open_context(config: TrainConfig | RewardModelConfig, view: View | None, notes: Sequence[str]) -> RunContext:
     """Lock the run folder, create the engine, and find the checkpoint to resume from.
 
     The `notes` are told at the start, after warnings about the configuration. Without a view nothing is shown.
@@ -427,12 +428,13 @@ def _check_same_settings(config: TrainConfig | RewardModelConfig, ranks: Distrib
 
 
 def _warnings(config: TrainConfig | RewardModelConfig) -> list[str]:
-    """List the warnings about the configuration.
+    """List the warnings about the configuration and the models that it names.
 
     Raises:
         ConfigError: a setting is unsafe, and the configuration does not allow it.
     """
-    return [f"warning: {warning}" for warning in [*unread_warnings(config), *check_settings(config)]]
+    warnings = [*unread_warnings(config), *check_settings(config), *rounded_inputs(config)]
+    return [f"warning: {warning}" for warning in warnings]
 
 
 def _sharing_notes(config: TrainConfig | RewardModelConfig, ranks: Distributed) -> list[str]:

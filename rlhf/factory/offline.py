@@ -35,7 +35,6 @@ from rlhf.evaluation.evaluate import evaluate_loss
 from rlhf.factory.context import RunContext, keep_best, open_context, total_steps
 from rlhf.factory.data import build_demonstrations, mix
 from rlhf.factory.evaluator import build_offline_evaluation
-from rlhf.factory.exported import rounded_inputs
 from rlhf.factory.models import (
     adapter_off_is_reference,
     build_policy,
@@ -264,7 +263,7 @@ def build_offline(config: OfflineConfig, view: View | None = None) -> OfflineRun
         UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
     config, precision = choose_precision(config)
-    context = open_context(config, view, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
+    context = open_context(config, view, precision)
     with context.undone_on_error():
         return _build(config, context)
 

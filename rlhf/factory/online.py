@@ -23,7 +23,6 @@ from rlhf.evaluation.during_run import with_average
 from rlhf.factory.context import RunContext, keep_best, open_context
 from rlhf.factory.data import PromptBatches, build_demonstrations, build_prompts
 from rlhf.factory.evaluator import build_evaluator
-from rlhf.factory.exported import rounded_inputs
 from rlhf.factory.functions import check_functions
 from rlhf.factory.models import build_online_models, build_tokenizer, export, make_decode, read_export_origin
 from rlhf.factory.offload import build_offload
@@ -143,7 +142,7 @@ def build_online(config: OnlineConfig, view: View | None = None) -> OnlineRun:
     """
     config, precision = choose_precision(config)
     check_functions(config)
-    context = open_context(config, view, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
+    context = open_context(config, view, precision)
     with context.undone_on_error():
         return _build(config, context)
 

@@ -20,7 +20,7 @@ from rlhf.errors import ConfigError
 from rlhf.evaluation.during_run import PairEvaluation
 from rlhf.factory.context import RunContext, keep_best, open_context
 from rlhf.factory.data import mix
-from rlhf.factory.exported import export_scalar_head, rounded_inputs
+from rlhf.factory.exported import export_scalar_head
 from rlhf.factory.models import build_tokenizer, check_base, note_not_continued, note_overruled, read_export_origin
 from rlhf.factory.reward_card import CARD_PAIRS, PAIRS, RewardModelRun
 from rlhf.models.backbone import context_length, enable_gradient_checkpointing
@@ -54,7 +54,7 @@ def build_reward_model(config: RewardModelConfig, view: View | None = None) -> R
         UserError: a model, data set or checkpoint is missing or invalid; the subclass says which.
     """
     config, precision = choose_precision(config)
-    context = open_context(config, view, [*precision, *(f"warning: {text}" for text in rounded_inputs(config))])
+    context = open_context(config, view, precision)
     with context.undone_on_error():
         return _build(config, context)
 

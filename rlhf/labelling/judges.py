@@ -11,10 +11,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rlhf.config.reward import ChatPairsConfig
+from rlhf.data.paths import source_at
 from rlhf.labelling.data import LabelGroup
 from rlhf.rewards.source import Source, sources_in
 from rlhf.section import Choice, OneOf
@@ -208,12 +208,9 @@ def verdict_of_pairs(
 
 def group_completions(groups: Sequence[LabelGroup]) -> Completions:
     """Return the completions of groups as rows, in order, each finished; their tokens are bytes."""
-    import torch
-
     from rlhf.data.datasets import has_text_prompt
     from rlhf.data.prompts import CONVERSATION, MESSAGES
-    from rlhf.data.tokenizer import byte_tokenizer, left_pad, right_pad
-    from rlhf.types import Completions
+    from rlhf.data.tokenizer import as_completions, byte_tokenizer
 
     tokenizer = byte_tokenizer()
 
@@ -223,9 +220,7 @@ def group_completions(groups: Sequence[LabelGroup]) -> Completions:
 
     end = int(tokenizer.eos_token_id)
     rows = [(group, text) for group in groups for text in group.completions]
-    prompt_ids, prompt_mask = left_pad([ids(group.prompt_text) for group, _ in rows], end)
-    completion_ids, completion_mask = right_pad([[*ids(text), end] for _, text in rows], end)
-    references = tuple(
+    references = [
         {
             **group.columns,
             "prompt": group.prompt_text,
@@ -233,18 +228,9 @@ def group_completions(groups: Sequence[LabelGroup]) -> Completions:
             CONVERSATION: not isinstance(group.prompt, str) and not has_text_prompt(group.columns),
         }
         for group, _ in rows
-    )
-    return Completions(
-        prompt_ids=prompt_ids,
-        prompt_mask=prompt_mask,
-        row_ids=torch.arange(len(rows)),
-        references=references,
-        completion_ids=completion_ids,
-        completion_mask=completion_mask,
-        sampler_logprobs=torch.zeros(completion_ids.shape),
-        finished=torch.ones(len(rows), dtype=torch.bool),
-        group_size=1,
-    )
+    ]
+    prompts, answers = [ids(group.prompt_text) for group, _ in rows], [[*ids(text), end] for _, text in rows]
+    return as_completions(prompts, answers, pad_id=end, references=references, finished=True)
 
 
 def judge_at(place: str) -> dict[str, Any]:
@@ -252,11 +238,6 @@ def judge_at(place: str) -> dict[str, Any]:
 
     An address that ends in /v1 is an OpenAI-compatible endpoint, which needs judge.chat.model too.
     """
-    if place.startswith(("http://", "https://")):
-        if place.rstrip("/").endswith("/v1"):
-            return {"type": "pairs", "chat": {"base_url": place}}
-        return {"type": "scores", "source": {"type": "remote", "url": place}}
-    _, colon, name = place.rpartition(":")
-    if colon and name.isidentifier() and not Path(place).exists():
-        return {"type": "scores", "source": {"type": "function", "target": place}}
-    return {"type": "scores", "source": {"type": "model", "path": place}}
+    if place.startswith(("http://", "https://")) and place.rstrip("/").endswith("/v1"):
+        return {"type": "pairs", "chat": {"base_url": place}}
+    return {"type": "scores", "source": source_at(place)}

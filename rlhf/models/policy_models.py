@@ -311,13 +311,9 @@ class Models:
         Raises:
             RuntimeError: the run has no reference.
         """
-        if self.reference is not None:
-            return self._tokens(self.reference, batch).logprobs
-        if not self.adapter_off_is_reference:
-            raise RuntimeError("this run has no reference model")
-        assert is_adapted(self.policy)
-        with self.policy.disable_adapter():
-            return self._tokens(self.policy, batch).logprobs
+        reference, as_reference = self._reference()
+        with as_reference():
+            return self._tokens(reference, batch).logprobs
 
     @torch.no_grad()
     def compare_to_reference(self, batch: Completions) -> ReferenceComparison:
@@ -326,13 +322,7 @@ class Models:
         Raises:
             RuntimeError: the run has no reference.
         """
-        reference: CausalLM | None = self.reference
-        as_reference: Callable[[], AbstractContextManager[object]] = nullcontext
-        if reference is None:
-            if not self.adapter_off_is_reference:
-                raise RuntimeError("this run has no reference model")
-            assert is_adapted(self.policy)
-            reference, as_reference = self.policy, self.policy.disable_adapter
+        reference, as_reference = self._reference()
         compare = Comparison(
             policy=self.policy,
             reference=reference,
@@ -345,6 +335,15 @@ class Models:
         )
         with self.autocast():
             return compare(batch)
+
+    def _reference(self) -> tuple[CausalLM, Callable[[], AbstractContextManager[object]]]:
+        """Return the model that is the reference, and the context in which it is."""
+        if self.reference is not None:
+            return self.reference, nullcontext
+        if not self.adapter_off_is_reference:
+            raise RuntimeError("this run has no reference model")
+        assert is_adapted(self.policy)
+        return self.policy, self.policy.disable_adapter
 
     @property
     def has_reference(self) -> bool:

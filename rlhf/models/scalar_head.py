@@ -160,9 +160,12 @@ def sequence_scores(
 
 def last_live_value(values: Float[Tensor, "B L"], mask: Bool[Tensor, "B L"]) -> Float[Tensor, " B"]:
     """Return each row's entry at its last live position."""
+    return values.gather(1, _last_live(mask)[:, None]).squeeze(1)
+
+
+def _last_live(mask: Bool[Tensor, "B L"]) -> Int[Tensor, " B"]:
     positions = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, positions, -1).amax(dim=1).clamp(min=0)
-    return values.gather(1, last[:, None]).squeeze(1)
+    return torch.where(mask, positions, -1).amax(dim=1).clamp(min=0)
 
 
 def load_scalar_head(
@@ -391,9 +394,7 @@ class EnsembleHeadModel(ScalarHeadModel):
         body = self.classifier.base_model
         if isinstance(sequences, Sequences):
             hidden = body(**sequences.inputs()).last_hidden_state
-            mask = sequences.attention_mask.bool()
-            positions = torch.arange(mask.shape[1], device=mask.device)
-            last = torch.where(mask, positions, -1).amax(dim=1).clamp(min=0)
+            last = _last_live(sequences.attention_mask.bool())
             return self.member_scores(hidden[torch.arange(len(last), device=last.device), last])
         assert chosen is not None
         return self.member_scores(predictor_states(body, sequences, chosen))

@@ -50,7 +50,6 @@ def test_k_iterations_minimize_over_the_krylov_space() -> None:
     solution = conjugate_gradient(lambda v: matrix @ v, b, iterations=k)
     torch.testing.assert_close(solution.x, best, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(solution.remainder, b - matrix @ solution.x, rtol=0, atol=1e-9)
-    assert solution.iterations == k
     assert solution.residual(b) == pytest.approx(float((b - matrix @ best).norm() / b.norm()))
 
 
@@ -65,7 +64,7 @@ def test_conjugate_gradients_stop_where_there_is_nothing_left() -> None:
     assert torch.equal(conjugate_gradient(identity, b, iterations=9).x, b)
     assert len(calls) == 1
     zero = conjugate_gradient(identity, torch.zeros(SIZE), iterations=9)
-    assert zero.iterations == 0
+    assert len(calls) == 1
     assert zero.residual(torch.zeros(SIZE)) == 0.0
 
 

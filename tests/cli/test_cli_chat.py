@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -64,9 +66,10 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat_lines(folder: Path, text: str, **options: Any) -> list[str]:
-    out = io.StringIO()
     given = ChatOptions(**{"greedy": True, "max_tokens": 4, **options})
-    run_chat(str(folder), given, sampling=check_chat(str(folder), given), read=io.StringIO(text), out=out)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "stdin", io.StringIO(text))
+        run_chat(str(folder), given, sampling=check_chat(str(folder), given))
     return out.getvalue().splitlines()
 
 
@@ -85,11 +88,11 @@ def test_an_end_of_file_ends_it_and_an_unknown_command_is_told(run_folder: Path)
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_input_that_is_not_utf8_is_told(run_folder: Path, errors: str) -> None:
+def test_input_that_is_not_utf8_is_told(run_folder: Path, errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ChatOptions(greedy=True, max_tokens=4)
-    read, out = io.TextIOWrapper(io.BytesIO(b"red one\nblue \xff\n"), "utf-8", errors), io.StringIO()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"red one\nblue \xff\n"), "utf-8", errors))
     with pytest.raises(DataError, match="the input is not UTF-8"):
-        run_chat(str(run_folder), options, sampling=check_chat(str(run_folder), options), read=read, out=out)
+        run_chat(str(run_folder), options, sampling=check_chat(str(run_folder), options))
 
 
 @pytest.mark.parametrize("verb", ["chat", "eval", "label", "sample", "serve-policy", "serve-reward", "teach"])

@@ -64,7 +64,7 @@ MODELS = [
     Mutant(
         name="score-at-minus-one",
         file="rlhf/models/scalar_head.py",
-        before="return values.gather(1, last[:, None]).squeeze(1)",
+        before="return values.gather(1, _last_live(mask)[:, None]).squeeze(1)",
         after="return values[:, -1]",
         why="the score is read on padding (DeepSpeed-Chat #672)",
         tests=("tests/models/test_scalar_head.py",),
