@@ -63,7 +63,9 @@ def run_reward_model(config: RewardModelConfig, view: View | None = None, *, on_
         if not _run_reward_model(member, view, on_step=on_step):
             return False
     if finished < len(members) or not member_folders(config.run.out_dir):
-        view.ensemble(finish_members(config, members))
+        card = finish_members(config, members)
+        if card:
+            view.card(card)
     return True
 
 

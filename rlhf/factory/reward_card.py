@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from reward_model.ensemble import calibrate_ensemble, member_gaps
-from reward_model.evaluate import ensemble_card, evaluate_reward_model
+from reward_model.evaluate import accuracy, ensemble_card, evaluate_reward_model
 from reward_model.model import calibrate, score_pairs
 from rlhf.config.sections import RewardModelConfig
 from rlhf.data.formats import PairText
@@ -222,7 +222,15 @@ def finish_members(config: RewardModelConfig, members: Sequence[RewardModelConfi
     write_members(folder, [f"{MEMBERS}/{number}" for number in range(len(members))])
     if config.data.eval_preferences is None:
         return {}
-    gaps = torch.tensor([score_gaps(member, member.run.out_dir)[1] for member in members], dtype=torch.float64)
-    card = {"ensemble": ensemble_card(gaps, seed=config.run.seed).as_dict()}
+    scored = [score_gaps(member, member.run.out_dir) for member in members]
+    gaps = torch.tensor([of_member for _, of_member in scored], dtype=torch.float64)
+    mean = accuracy(gaps.mean(dim=0), [str(pair.prompt) for pair in scored[0][0]], seed=config.run.seed)
+    card = {
+        "accuracy": mean.accuracy,
+        "accuracy_low": mean.low,
+        "accuracy_high": mean.high,
+        "n": mean.n,
+        "ensemble": ensemble_card(gaps, seed=config.run.seed).as_dict(),
+    }
     RunFolder(folder).write_report_card(card)
     return card

@@ -71,13 +71,13 @@ class Terminal(View):
         table = Table("on held-out pairs", "accuracy", box=None, pad_edge=False)
         low, high = card["accuracy_low"], card["accuracy_high"]
         table.add_row("reward model", format_interval(card["accuracy"], low, high, ".3f"))
-        for name, baseline in card["baselines"].items():
+        for name, baseline in card.get("baselines", {}).items():
             accuracy = format_interval(baseline["accuracy"], baseline["low"], baseline["high"], ".3f")
             table.add_row(name.replace("_", " "), accuracy)
         self._console.print(table)
-        self.ensemble(card)
+        self._ensemble(card)
 
-    def ensemble(self, card: Mapping[str, Any]) -> None:
+    def _ensemble(self, card: Mapping[str, Any]) -> None:
         """Print whether an ensemble's disagreement predicts where it is wrong; nothing for a single model."""
         ensemble = card.get("ensemble")
         if ensemble is None:

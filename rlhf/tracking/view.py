@@ -43,7 +43,4 @@ class View:
         """Receive a run that is complete, its model exported and its report written."""
 
     def card(self, card: Mapping[str, Any]) -> None:
-        """Receive the report card of a reward model."""
-
-    def ensemble(self, card: Mapping[str, Any]) -> None:
-        """Receive the card of an ensemble whose members were trained one after another."""
+        """Receive the report card of a reward model, or of an ensemble of separate ones."""

@@ -17,7 +17,7 @@ from rlhf.config.files import merge
 from rlhf.config.load import validate
 from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError, ModelError
-from rlhf.factory.reward_card import compute_report_card
+from rlhf.factory.reward_card import compute_report_card, score_gaps
 from rlhf.factory.reward_model import build_reward_model
 from rlhf.models.folders import member_folders
 from rlhf.models.scalar_head import as_ensemble, load_scalar_head
@@ -93,7 +93,12 @@ def test_separate_backbones_from_pairs_to_ppo(tmp_path: Path) -> None:
     models = [AutoModelForSequenceClassification.from_pretrained(folder / "model") for folder in (first, second)]
     assert all(model.config.num_labels == 1 for model in models)
     assert not torch.equal(models[0].score.weight, models[1].score.weight)
-    assert json.loads((tmp_path / "rm" / "report_card.json").read_text())["ensemble"]["members"] == 2
+    card = json.loads((tmp_path / "rm" / "report_card.json").read_text())
+    assert card["ensemble"]["members"] == 2
+    gaps = [score_gaps(config(settings), str(folder))[1] for folder in (first, second)]
+    wins = [0.5 * ((a + b > 0) + (a + b >= 0)) for a, b in zip(*gaps, strict=True)]
+    assert (card["accuracy"], card["n"]) == (pytest.approx(sum(wins) / len(wins)), len(wins))
+    assert card["accuracy_low"] <= card["accuracy"] <= card["accuracy_high"]
     alone = merge(settings, {"run": {"out_dir": str(tmp_path / "alone")}, "ensemble": {"member": 1}})
     assert run_reward_model(config(alone), quiet())
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "alone" / "model")
