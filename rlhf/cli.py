@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_launcher(verb: str) -> None:
-    """Refuse to run a verb of one process in each process of a launcher: all would do the same and write one file."""
+    """Check that a verb of one process does not run in each process of a launcher: all would write the same file."""
     if verb in ONE_PROCESS and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"rlhf {verb} runs in one process, and a launcher started {os.environ['WORLD_SIZE']}: run it without "
