@@ -544,6 +544,32 @@ def test_ppo_from_fewer_rewrites_in_bfloat16() -> None:
     assert wrong(decimals(" ".join(told.groups())), [whole, j["gain"]["value"]]) == []
 
 
+def test_ppo_with_a_reward_model_of_all_pairs() -> None:
+    results, fewer = read("compare_detox_800_all_pairs.json"), read("compare_detox_800_bf16.json")
+    text = " ".join(page("docs/experiments/detox.md").split("### From 800 rewrites")[1].split())
+    told = re.search(
+        r"right on (\d+) of (\d+) held-out pairs\. With it PPO in bfloat16 gains (.*?) \[(.*?), (.*?)\] and ends at "
+        r"(.*?) \[(.*?), (.*?)\] \((.*?), (.*?)\) with a KL of (.*?): J is (.*?) \[(.*?), (.*?)\] and similarity "
+        r"(.*?) \[(.*?), (.*?)\] higher than with 2,400 pairs\. The critic explains (.*?) of the variance in the "
+        r"second half, in both seeds, and (.*?) and (.*?) with 2,400\. J on the dev sentences is (.*?) and (.*?) after "
+        r"three quarters of the completions, and (.*?) and (.*?) at the end",
+        text,
+    )
+    assert told is not None
+    j, seeds = results["arms"]["ppo"]["suites"]["detox"]["j"], results["suites_of_seeds"]
+    more = results["difference_from_2400_pairs"]
+    explained = [results["explained_variance_second_half"][seed] for seed in "01"]
+    assert abs(explained[0] - explained[1]) < 0.005
+    curves = [{row["step"]: row["score"] for row in results["evaluations"] if row["seed"] == seed} for seed in (0, 1)]
+    values = [results["reward_model"]["right"], results["reward_model"]["of"]]
+    values += [j["gain"][key] for key in ("value", "low", "high")] + [j[key] for key in ("value", "low", "high")]
+    values += [seeds[seed]["j"]["value"] for seed in "01"] + [results["arms"]["ppo"]["kl"]]
+    values += [more[name][key] for name in ("j", "similarity") for key in ("value", "low", "high")]
+    values += [explained[0], *(fewer["explained_variance_second_half"][seed] for seed in "01")]
+    values += [curve[step] for step in (96, 128) for curve in curves]
+    assert wrong(decimals(" ".join(told.groups())), values) == []
+
+
 def decimals(cell: str) -> list[str]:
     """The numbers of a cell that has them without the zero before the point."""
     return numbers(re.sub(r"(?<!\d)\.(?=\d)", "0.", cell))
