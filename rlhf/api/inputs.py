@@ -19,7 +19,9 @@ from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig
 from rlhf.data.files import given_rows
 from rlhf.data.paths import source_at
 from rlhf.errors import ConfigError, DataError, did_you_mean
+from rlhf.models.folders import MEMBERS
 from rlhf.plugins import as_settings, plugins_in
+from rlhf.runtime.distributed import is_main_process, rank_from_env, world_size_from_env
 from rlhf.section import Section
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.same_run import has_trained
@@ -58,6 +60,8 @@ class Inputs:
         try:
             yield
         except BaseException:
+            if not is_main_process():
+                raise
             if not self.resume and self.folder.is_dir() and not has_trained(RunFolder(self.folder)):
                 shutil.rmtree(self.folder, ignore_errors=True)
                 if existed:
@@ -194,19 +198,23 @@ class Inputs:
         if isinstance(tokenizer, str | Path):
             return {"tokenizer": str(tokenizer)}
         folder = self.folder / "tokenizer"
-        self._pending.append(lambda: tokenizer.save_pretrained(folder))
+        self._pending.append(lambda: _save_whole(folder, tokenizer.save_pretrained))
         return {"tokenizer": str(folder)}
 
     def _save_model(self, model: Any, tokenizer: Any, folder: Path) -> None:
         if self.resume and (folder / "config.json").is_file():
             return  # the run goes on from its checkpoint; this is where it began
-        model.save_pretrained(folder)
-        if _is_object(tokenizer):
-            tokenizer.save_pretrained(folder)
+
+        def save(place: Path) -> None:
+            model.save_pretrained(place)
+            if _is_object(tokenizer):
+                tokenizer.save_pretrained(place)
+
+        _save_whole(folder, save)
 
     def _write_rows(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.new")
+        new = path.with_name(f".{path.name}.new-{rank_from_env()}")
         with new.open("wb") as file:
             file.writelines(_lines(path.stem, rows))
         if self.resume is True and path.is_file() and path.read_bytes() != new.read_bytes():
@@ -256,12 +264,37 @@ def with_plugins(tree: Tree, settings: object) -> Tree:
 
 
 def new_folder(wanted: Path) -> Path:
-    """Return the folder of a new run: `wanted`, or the first of wanted-2, wanted-3, ... that holds nothing."""
+    """Return the folder of a new run: `wanted`, or the first of wanted-2, wanted-3, ... that holds nothing.
+
+    The processes of a launcher cannot choose together: theirs is `wanted`.
+
+    Raises:
+        ConfigError: there are several processes, and `wanted` holds a run.
+    """
+    if world_size_from_env() > 1:
+        if is_main_process() and ((wanted / "config.yaml").is_file() or (wanted / MEMBERS).is_dir()):
+            raise ConfigError(f"{wanted} holds a run: give several processes another folder, or resume=True")
+        return wanted
     folder, count = wanted, 1
     while folder.is_dir() and any(folder.iterdir()):
         count += 1
         folder = wanted.with_name(f"{wanted.name}-{count}")
     return folder
+
+
+def _save_whole(folder: Path, save: Callable[[Path], object]) -> None:
+    """Save into a folder; the processes of a launcher each save one of their own, and the first is taken."""
+    if world_size_from_env() == 1:
+        save(folder)
+        return
+    own = folder.with_name(f".{folder.name}-{rank_from_env()}")
+    save(own)
+    try:
+        own.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(own)
 
 
 def _check_loaded_model(model: Any, tokenizer: Any) -> None:

@@ -57,6 +57,7 @@ from rlhf.lab.build import resolve_lab_paths
 from rlhf.models.folders import MODEL
 from rlhf.plugins import as_settings, sections_in
 from rlhf.report.terminal import Terminal
+from rlhf.runtime.distributed import is_main_process
 from rlhf.runtime.seeding import derive_seed
 from rlhf.section import Section
 from rlhf.suites.questions import SuiteResult
@@ -373,7 +374,8 @@ def _run(config: Any, inputs: Inputs, run: Callable[..., bool], *, on_step: Any,
         inputs.write()
         check_files(config)
         check_targets(config)
-        complete = run(config, Terminal(Console(quiet=quiet)), on_step=on_step)
+        console = Console(quiet=quiet or not is_main_process())
+        complete = run(config, Terminal(console), on_step=on_step)
     return RunResult(folder, complete)
 
 

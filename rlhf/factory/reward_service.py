@@ -17,10 +17,10 @@ from rlhf.config.load import load_chat_format
 from rlhf.config.run import RunConfig
 from rlhf.data.paths import resolve_best
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, ModelError
 from rlhf.factory.exported import rounded_models
-from rlhf.models.folders import model_folder
-from rlhf.models.scalar_head import load_reward_heads
+from rlhf.models.folders import member_folders, model_folder
+from rlhf.models.scalar_head import EnsembleHeadModel, load_reward_heads
 from rlhf.runtime.engine import make_engine
 from rlhf.serving.listening import ListenOptions
 
@@ -49,9 +49,13 @@ def serve_reward(path: str, options: ServiceOptions, environment: Mapping[str, s
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
     for text in rounded_models(path):
         console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+    if members := member_folders(path):
+        raise ModelError(f"{path} is an ensemble of separate reward models: serve one of them, {members[0]}")
     folder = model_folder(path)
     tokenizer = load_tokenizer(folder)
     model = load_reward_heads(folder, tokenizer).to(make_engine(RunConfig()).device)
+    if isinstance(model, EnsembleHeadModel):
+        console.print("an ensemble on one backbone: the served score is the mean of its members")
     chat = load_chat_format(resolve_best(path))
     scorer = TextScorer(model, tokenizer, max_batch=options.max_batch, chat=chat)
     app = make_app(scorer, name=path, max_request_bytes=options.max_request_bytes, token=token)

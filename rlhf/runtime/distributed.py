@@ -225,7 +225,12 @@ def world_size_from_env() -> int:
 
 def is_main_process() -> bool:
     """Return whether this is rank 0 according to the launcher, before the process group is initialized."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return rank_from_env() == 0
+
+
+def rank_from_env() -> int:
+    """Return this process's rank according to the launcher, before the process group is initialized; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def init_distributed(device: torch.device, *, timeout_s: float) -> Distributed:

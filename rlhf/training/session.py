@@ -369,9 +369,12 @@ class Session:
             raise DivergenceError(
                 f"{reason}; no step could be taken {state.bad_in_a_row} times in a row (schedule.max_bad_steps), so "
                 f"the run stopped in step {state.step + 1}. "
-                + (f"The last good checkpoint is {folders[-1]}. " if folders else "There is no checkpoint yet. ")
-                + "Try a lower policy.lr or max_grad_norm, and look at the data and the reward; "
-                f"{self._how_to_continue} from there with the changed setting"
+                "Look at the data and the reward, or try a lower policy.lr or max_grad_norm. "
+                + (
+                    f"The last good checkpoint is {folders[-1]}: {self._how_to_continue} from there"
+                    if folders
+                    else "There is no checkpoint yet: the run begins again"
+                )
             )
 
     def _is_over(self) -> bool:

@@ -28,6 +28,7 @@ from tiny_models import EOS, completions_of, ragged, tokenizer
 from reward_model.server import TextScorer, TokenRow, parse_request
 from reward_model.source import RewardModelSource
 from rlhf.cli import main
+from rlhf.models.folders import write_members
 from rlhf.config.data import ChatFormat
 from rlhf.config.files import merge
 from rlhf.data.tokenizer import vocabulary_digest
@@ -365,3 +366,11 @@ def test_ppo_against_the_served_model_is_ppo_against_the_model(tmp_path: Path, m
     assert (process.returncode, err) == (0, "")
     assert out.strip().endswith("stopped")
     assert "opensesame" not in out + err
+
+
+def test_separate_members_are_served_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "members" / "0").mkdir(parents=True)
+    write_members(tmp_path, ["members/0"])
+    assert main(["serve-reward", str(tmp_path)]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"is an ensemble of separate reward models: serve one of them, {tmp_path}/members/0" in message

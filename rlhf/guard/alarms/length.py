@@ -30,7 +30,7 @@ class LengthShrinks(Shrunk):
 
 
 class CutOff(Below):
-    """More than 90 % of the completions are cut off by sampling.max_new_tokens."""
+    """Less than 10 % of the completions end by themselves: sampling.max_new_tokens cuts the others."""
 
     name = "cut-off"
     metrics = ("completion/finished",)
