@@ -28,12 +28,12 @@ from tiny_models import EOS, completions_of, ragged, tokenizer
 from reward_model.server import TextScorer, TokenRow, parse_request
 from reward_model.source import RewardModelSource
 from rlhf.cli import main
-from rlhf.models.folders import write_members
 from rlhf.config.data import ChatFormat
 from rlhf.config.files import merge
 from rlhf.data.tokenizer import vocabulary_digest
 from rlhf.errors import ConfigError, DataError, NonFiniteScores, RewardError
 from rlhf.factory.rewards import build_source
+from rlhf.models.folders import write_members
 from rlhf.rewards.remote import RemoteReward, RemoteSource
 from rlhf.rewards.source import MainRankReward
 from rlhf.runtime.engine import Engine
