@@ -57,7 +57,7 @@ def _exported_checkpoint(run: RunFolder, step: int) -> Path:
     exports_best = best is not None and best.get("restore", True)
     folder = best_checkpoint(run.path) if exports_best else run.checkpoints / f"step-{step:06d}"
     lacks = None
-    if config.get("calibration", {}).get("data", "none") != "none":
+    if config.get("calibration", {}).get("data", "none") != "none" and config.get("process") is None:
         lacks = "is not calibrated"
     elif not exports_best and config.get("policy", {}).get("ema_decay") is not None:
         lacks = "does not have the averaged weights"

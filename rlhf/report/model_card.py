@@ -270,7 +270,7 @@ def _limits(record: Record, inputs: CardInputs) -> Iterator[str]:
     if inputs.best is not None:
         yield (
             f"It is the best checkpoint of the run, from step {inputs.best['step']:,}, chosen by the best "
-            f"{inputs.best['by']} of {inputs.best['rows']:,} held-out rows: its score on these rows is too high."
+            f"{inputs.best['by']} of {inputs.best['rows']:,} held-out rows: its score on these rows is optimistic."
         )
     elif record.exports_best:
         yield (

@@ -82,8 +82,10 @@ def test_no_checkpoint_is_taken_for_a_calibrated_reward_model(
 ) -> None:
     run = ended_run(tmp_path, best)
     config = run / "config.yaml"
-    config.write_text(config.read_text(encoding="utf-8") + "calibration: {data: none}\n", encoding="utf-8")
-    assert model_folder(str(run)).startswith(str(run))
-    config.write_text(config.read_text(encoding="utf-8").replace("none", "both"), encoding="utf-8")
+    before = config.read_text(encoding="utf-8")
+    for none in ("calibration: {data: none}\n", "calibration: {data: both}\nprocess: {separator: ' '}\n"):
+        config.write_text(before + none, encoding="utf-8")
+        assert model_folder(str(run)).startswith(str(run))
+    config.write_text(before + "calibration: {data: both}\nprocess: null\n", encoding="utf-8")
     with pytest.raises(ModelError, match=f"the {kept} checkpoint is not calibrated: put model/ back, or train"):
         model_folder(str(run))
