@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ from rlhf.config.load import dump, validate
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.evaluation.evaluate import count_unjudged, diversity, filled
 from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound, picks
-from rlhf.evaluation.win_rate import Interval, bootstrap_crossed
+from rlhf.evaluation.win_rate import Interval, bootstrap_crossed, independent_difference
 from rlhf.factory.data import load_prompts_of_run
 from rlhf.factory.evaluation import evaluate_model, evaluate_suite, load_model_for_suite, write_result
 from rlhf.factory.models import build_tokenizer, make_decode
@@ -450,7 +451,8 @@ def paired_difference(
 ) -> Interval | None:
     """Compute the mean of `results` less `others` in a figure, seed by seed and row by row, and its interval.
 
-    None unless both have a number for each row of every seed.
+    None unless both have a number for each row of every seed. If all rows of each side are alike, so are all
+    resamples: the interval is then made of the two sides' own.
     """
     after = [result.rows.get(name) for result in results]
     before = [other.rows.get(name) if other is not None else None for other in others]
@@ -459,4 +461,16 @@ def paired_difference(
         return None
     differences = [torch.tensor(a, dtype=torch.float64) - torch.tensor(b, dtype=torch.float64) for a, b in pairs]
     difference = bootstrap_crossed(torch.stack(differences))
-    return None if math.isnan(difference.value) else difference
+    if math.isnan(difference.value):
+        return None
+    if all(len(set(row)) == 1 for pair in pairs for row in pair) and not all(map(operator.is_, results, others)):
+        sides = [_interval_of(side, name) for side in (results, [other for other in others if other is not None])]
+        return independent_difference(*sides)
+    return difference
+
+
+def _interval_of(results: Sequence[SuiteScores], name: str) -> Interval:
+    """Return the mean over seeds of a figure and its interval, without width if the figure has none."""
+    value = fmean(result.figures[name].value for result in results)
+    low, high = _bounds(results, name)
+    return Interval(value, value if low is None else low, value if high is None else high)

@@ -72,6 +72,16 @@ def wilson(successes: int | float, total: int) -> tuple[float, float]:
     return max(0.0, min(low, share)), min(1.0, max(high, share))  # rounding may put 1 of 1 above its interval
 
 
+def independent_difference(a: Interval, b: Interval) -> Interval:
+    """Compute a - b and its interval from the intervals of two independent estimates (Newcombe 1998, method 10).
+
+    a - b - sqrt((a - low_a)² + (high_b - b)²)  to  a - b + sqrt((high_a - a)² + (b - low_b)²)
+    """
+    value = a.value - b.value
+    low = value - math.hypot(a.value - a.low, b.high - b.value)
+    return Interval(value, low, value + math.hypot(a.high - a.value, b.value - b.low))
+
+
 def length_controlled_win_rate(wins: Float[Tensor, "S P"], longer: Float[Tensor, "S P"]) -> LengthControlled:
     """Estimate the win rate A would have if its completions were as long as B's (Dubois et al. 2024, sec. 3).
 

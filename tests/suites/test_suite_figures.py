@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.evaluation.win_rate import wilson
+from rlhf.comparison.results import SuiteFigure
+from rlhf.comparison.trial import SuiteScores, summarize_suites
+from rlhf.evaluation.win_rate import Interval, independent_difference, wilson
 from rlhf.suites.metrics import compute
 from rlhf.suites.metrics.pass_at_k import pass_at_k
 from rlhf.suites.metrics.win_rate import wins
@@ -52,6 +55,48 @@ def test_wilson_by_hand() -> None:
     assert wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
     assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
     assert wilson(1, 29) == pytest.approx((0.0061, 0.1718), abs=5e-5)
+
+
+def test_a_difference_of_shares_as_in_the_paper() -> None:
+    """Examples (a), (b), (d) and (e) of Newcombe (1998), table II, method 10."""
+    expected = {
+        (56, 70, 48, 80): (0.0524, 0.3339),
+        (9, 10, 3, 10): (0.1705, 0.8090),
+        (5, 56, 0, 29): (-0.0381, 0.1926),
+        (0, 10, 0, 20): (-0.1611, 0.2775),
+    }
+    for (wins_a, total_a, wins_b, total_b), ends in expected.items():
+        a, b = (
+            Interval(wins_a / total_a, *wilson(wins_a, total_a)),
+            Interval(wins_b / total_b, *wilson(wins_b, total_b)),
+        )
+        difference = independent_difference(a, b)
+        assert difference.value == pytest.approx(a.value - b.value)
+        assert (difference.low, difference.high) == pytest.approx(ends, abs=5e-5)
+
+
+def suite_scores(share: float, rows: int) -> dict[str, SuiteScores]:
+    """The scores of a suite with one figure, alike in all rows."""
+    low, high = wilson(share * rows, rows)
+    return {"hh": SuiteScores({"accuracy": SuiteFigure(value=share, low=low, high=high)}, {"accuracy": [share] * rows})}
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_gain_that_is_alike_in_all_rows_has_the_width_of_both_sides(seeds: int) -> None:
+    arm, start = suite_scores(1.0, 12), suite_scores(0.0, 12)
+    gain = summarize_suites([arm] * seeds, [start] * seeds)["hh"]["accuracy"].gain
+    assert gain is not None
+    low = 1 - math.hypot(1 - wilson(12, 12)[0], wilson(0, 12)[1])
+    assert (gain.value, gain.low, gain.high) == pytest.approx((1.0, low, 1.0))
+    assert gain.low < 0.7
+    equal = summarize_suites([suite_scores(1.0, 12)] * seeds, [arm] * seeds)["hh"]["accuracy"].gain
+    assert equal is not None
+    assert equal.low < 0 < equal.high, "two models that answer every row alike may differ"
+
+
+def test_a_model_does_not_differ_from_itself() -> None:
+    start = suite_scores(1.0, 12)
+    assert summarize_suites([start], [start])["hh"]["accuracy"].gain == Interval(0.0, 0.0, 0.0)
 
 
 @given(st.integers(1, 200), st.data())
