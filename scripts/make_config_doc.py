@@ -149,7 +149,9 @@ def _index() -> str:
         for name, page in TRAIN_PAGES.items()
         for section in page.sections
     ]
-    return fill_template("configuration.md", sections=sections, presets=map(_preset_row, PRESETS))
+    return link_pages(
+        fill_template("configuration.md", sections=sections, presets=map(_preset_row, PRESETS)), folder="../"
+    )
 
 
 def _preset_row(name: str) -> str:

@@ -10,9 +10,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[1]
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+CODE = re.compile(r"<code>[^<]*</code>")
+INTERVAL = re.compile(r"(\[[−\d.]+), (?=[−\d.]+\])")
 LINK = re.compile(r"(?<=\]\()(?:\.\./)+[^)\s#]+")
 AS_THEY_ARE = (".png", ".svg", ".ipynb")
-BOOSTS = (("api/", 0.2), ("experiments/", 0.3), ("configuration/", 0.5), ("", 2.0))  # a user's question is for a guide
+BOOSTS = (("api/", 0.2), ("experiments/", 0.3), ("configuration/", 2.0), ("", 2.0))  # a user's question is for a guide
 
 
 def outside(link: str, page: str) -> str | None:
@@ -48,3 +51,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return match[0] if path is None else get_relative_url(place(path), str(here))
 
     return LINK.sub(rewrite, markdown)
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    """Write the code in tables without the backslashes before its bars, and keep both ends of an interval on a line."""
+    content = CELL.sub(lambda cell: CODE.sub(lambda code: code[0].replace("\\|", "|"), cell[0]), content)
+    return INTERVAL.sub("\\1,\N{NO-BREAK SPACE}", content)

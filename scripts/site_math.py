@@ -22,4 +22,5 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
 def to_mathml(latex: str, *, is_block: bool) -> str:
     """Convert LaTeX, as it stands in HTML, to MathML; a long equation scrolls instead of being cut off."""
     mathml: str = convert(html.unescape(latex).strip(), display="block" if is_block else "inline")
+    mathml = re.sub(r"(<mi>log</mi>)(?=<mi>|<msub>)", r'\1<mspace width="0.17em"/>', mathml)
     return f'<div class="equation">{mathml}</div>' if is_block else mathml

@@ -442,7 +442,9 @@ def test_what_rounding_to_bfloat16_costs() -> None:
     spread, nearest = ([judged[way][seed]["j"]["value"] for seed in "01"] for way in ("spread", "nearest"))
     speed = " ".join(page("docs/speed.md").split())
     told = re.search(
-        rf"judged in bfloat16, have J {shown}\. Rounded to the nearest numbers they would have {shown}", speed
+        rf"judged in bfloat16, have J {shown}\. "
+        rf"In programs that round weights to the nearest bfloat16 number they have {shown}",
+        speed,
     )
     assert told is not None
     assert wrong(decimals(" ".join(told.groups())), [*spread, *nearest]) == []

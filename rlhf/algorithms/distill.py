@@ -101,7 +101,7 @@ class DistillSettings(Section):
             reason="Without the tail nothing holds the policy to the teacher's likeliest tokens: it may move its "
             "probability to any other token at no cost.",
             source="Agarwal et al. 2024 (GKD): the whole vocabulary; verl #5041: unstable top-k reverse KL",
-            fix="algorithm.policy_loss.tail=true",
+            fix="algorithm.policy_loss.tail=true, or algorithm.loss.tail=true with distill_sft",
         ),
     )
 

@@ -137,7 +137,7 @@ RUN_RULES = (
         violation=cannot_fit,
         reason="Weights, gradients and the optimizer's moments alone take more than the memory of the device.",
         source="implementation detail: they are there at once in every optimizer step",
-        fix="the changes that `rlhf plan` lists, e.g. policy.optimizer=adamw_8bit or policy.lora.r=16",
+        fix="the changes that `rlhf plan` lists, for example policy.optimizer=adamw_8bit or policy.lora.r=16",
     ),
     Rule(
         name="learning-rate-zero",
@@ -160,7 +160,8 @@ RUN_RULES = (
         "parameters, ten times that with adapters.",
         source="Huang et al. 2024 (N+): 3e-6; alignment-handbook: DPO 5e-7, SFT 2e-5, at 135M 1e-6 "
         "and 1e-3; Hong et al. 2024: 8e-6; Schulman et al. 2025 (LoRA without regret)",
-        fix="policy.lr=1e-6 online, 5e-7 for DPO, 2e-5 for SFT; ten times that with policy.lora",
+        fix="policy.lr=1e-6 online, 5e-7 for DPO, 2e-5 for SFT, model.lr=1e-5 for reward models; ten times "
+        "that with adapters",
     ),
     Rule(
         name="learning-rate-low",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +26,7 @@ SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 BILLIONS, MILLIONS, TINY, UNKNOWN = Facts(7e9), Facts(1.35e8), Facts(5e5), Facts()
 FUNCTION = ["reward.source={type: function, target: 'a:b'}", "critic.init=policy"]
 DISTILL = "configs/distill.yaml"
+DISTILL_SFT = ["algorithm={preset: distill_sft}", "data={sft: {path: answers.jsonl}}"]
 PPO, DPO, SFT, RM = "configs/ppo.yaml", "configs/dpo.yaml", "configs/sft.yaml", "configs/reward_model.yaml"
 PROMPTS = ["data.eval_prompts.path=held_out.jsonl"]
 BEST = ["checkpoint.best={}"]
@@ -95,6 +98,9 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("teacher-template", DISTILL, ["data.chat_template=none"], ["data.chat_template=auto"], UNKNOWN),
     ("top-k-reverse-without-tail", DISTILL, ["algorithm.policy_loss={top_k: 8, tail: false}"],
      ["algorithm.policy_loss={top_k: 8, tail: false, divergence: forward}"], UNKNOWN),
+    ("top-k-reverse-without-tail", DISTILL,
+     [*DISTILL_SFT, "algorithm.loss={divergence: reverse, top_k: 8, tail: false}"],
+     [*DISTILL_SFT, "algorithm.loss={top_k: 8, tail: false}"], UNKNOWN),
     ("adaptive-kl-target", PPO, ["algorithm.kl.controller.target=0.1"], ["algorithm.kl.controller.target=1"], UNKNOWN),
     ("adaptive-kl-horizon", PPO, ["algorithm.kl.controller.horizon=25"],
      ["algorithm.kl.controller.horizon=26"], UNKNOWN),
@@ -193,6 +199,19 @@ def test_a_rule_is_broken_on_one_side_and_kept_on_the_other(
     other = TINY if facts is MILLIONS else facts
     assert rule not in broken(file, good, other)
     assert rule not in broken(file, [*bad, f"guard.allow=[{rule}]"], facts)
+
+
+@pytest.mark.parametrize("rule, file, bad, good, facts", CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)])
+def test_a_setting_that_a_fix_names_exists_beside_the_mistake(
+    rule: str, file: str, bad: Sequence[str], good: Sequence[str], facts: Facts
+) -> None:
+    (fix,) = {known.fix for known in all_rules() if known.name == rule}
+    settings = [word for word in re.findall(r"[a-z_.]+\.[a-z_]+=[^\s,;)]+", fix) if "RUN" not in word]
+    loaded = []
+    for setting in settings:
+        with contextlib.suppress(ConfigError):
+            loaded.append(load_any(ROOT / file, [*bad, setting]))
+    assert loaded or not settings, fix
 
 
 def test_every_rule_has_a_case_and_says_all_that_it_should() -> None:

@@ -13,7 +13,10 @@ class CostAboveLimit(Alarm):
     metrics = ("lagrange/violation", "lagrange/at_limit")
     patience = 5
     causes = "a limit that no policy near the reference can meet, a KL penalty that is too strong, a wrong sign"
-    cure = "a higher algorithm.lagrange.cost_limit or highest, less algorithm.kl.coef; check the sign of reward.cost"
+    cure = (
+        "a higher algorithm.lagrange.cost_limit or algorithm.lagrange.highest, less algorithm.kl.coef; "
+        "check the sign of reward.cost"
+    )
     source = "Dai et al. 2023: a cost above its limit raises the multiplier"
 
     def read(self, history: History) -> Reading | None:
