@@ -56,6 +56,14 @@ is_installed() {
     done
 }
 
+check_extras() {
+    local extra known
+    known="$(sed -n '/^\[project.optional-dependencies\]/,/^\[project.scripts\]/p' "$root/pyproject.toml" | sed -nE 's/^([a-z-]+) = \[.*/\1/p')"
+    for extra in "$@"; do
+        grep -qx -- "$extra" <<<"$known" || die "no extra is called $extra; there are:" $known
+    done
+}
+
 install() {
     local torch extras had=()
     torch="$(grep -E '^torch==' "$root/constraints.txt")"
@@ -74,6 +82,7 @@ install() {
     { fingerprint; printf '%s\n' "${had[@]}"; } >"$stamp"
 }
 
+check_extras "$@"
 make_venv
 if ! is_installed "$@"; then
     install "$@"

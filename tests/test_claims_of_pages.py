@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -569,6 +570,33 @@ def test_ppo_with_a_reward_model_of_all_pairs() -> None:
     values += [more[name][key] for name in ("j", "similarity") for key in ("value", "low", "high")]
     values += [explained[0], *(fewer["explained_variance_second_half"][seed] for seed in "01")]
     values += [curve[step] for step in (96, 128) for curve in curves]
+    assert wrong(decimals(" ".join(told.groups())), values) == []
+
+
+def test_bfloat16_on_an_amd_processor() -> None:
+    told = re.search(r"(\S+) to (\S+) times on an AMD EPYC with AVX512-BF16", page("docs/speed.md"))
+    assert told is not None
+    rates = [rate["bfloat16"] / rate["float32"] for rate in read("bf16_amd.json")["tokens_per_second"].values()]
+    assert wrong(list(told.groups()), [min(rates), max(rates)]) == []
+
+
+def test_the_best_checkpoint_on_dev_sentences() -> None:
+    results, before = read("compare_detox_800_best.json"), read("compare_detox_800_all_pairs.json")
+    told = re.search(
+        r"from a start with J (\S+): the last models have J (\S+) and (\S+), the chosen ones (\S+) \(step (\d+) of "
+        r"128\) and (\S+) \(step (\d+)\)\. From step 32 on J on the dev sentences is between (\S+) and (\S+), so .*?"
+        r"The critic explains (\S+) and (\S+) of the variance in the second half .*? have J (\S+) on average: our goal "
+        r"of \.65 is missed by (\S+)\. - ",
+        " ".join(page("docs/experiments/detox.md").split()),
+    )
+    assert told is not None
+    seeds = [results["ppo"][seed] for seed in "01"]
+    last = [seed["last"]["j"]["value"] for seed in seeds]
+    best = [seed["best"][key] for seed in seeds for key in ("j", "step")]
+    late = [row["score"] for seed in seeds for row in seed["judge_on_256_dev_sentences"] if row["step"] >= 32]
+    mean = fmean([*last, *(before["suites_of_seeds"][seed]["j"]["value"] for seed in "01")])
+    values = [results["start"]["j"]["value"], *last, best[0]["value"], best[1], best[2]["value"], best[3]]
+    values += [min(late), max(late), *(seed["explained_variance_second_half"] for seed in seeds), mean, 0.65 - mean]
     assert wrong(decimals(" ".join(told.groups())), values) == []
 
 

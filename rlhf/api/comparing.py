@@ -23,10 +23,10 @@ from rlhf.comparison.tuning.plan import tuned_config
 from rlhf.comparison.tuning.run import Chosen, chosen_before, run_tuning
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
-from rlhf.config.files import COMPARE_CONFIG, format_yaml
+from rlhf.config.files import COMPARE_CONFIG, RUN_CONFIG, format_yaml
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.data.paths import Lookups
-from rlhf.errors import ConfigError, UserError, how_to_continue
+from rlhf.errors import ConfigError, UserError, command_or_call, how_to_continue
 from rlhf.factory.functions import check_functions
 from rlhf.guard.lint import lint
 from rlhf.models.folders import MODEL
@@ -97,8 +97,10 @@ def check_owners(plan: CellPlan, beside: Path) -> None:
     """Check that the folders of all cells have no cell or the same one, before anything in them changes.
 
     Raises:
-        ConfigError: one has another cell, or an arm was tuned with other trials.
+        ConfigError: one has another cell, or an arm was tuned with other trials, or the comparison's folder has a run.
     """
+    if (plan.folder / RUN_CONFIG).is_file():
+        raise ConfigError(f"{plan.folder} holds a run: choose another {command_or_call('out_dir', 'folder')}")
     for cell in plan.untuned():
         check_owner(cell)
     if plan.config.tune is None:

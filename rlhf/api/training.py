@@ -14,6 +14,7 @@ from rlhf.factory.reward_model import build_reward_model
 from rlhf.factory.run import build_run, is_complete, mark_complete
 from rlhf.models.folders import member_folders
 from rlhf.report.page import write_report
+from rlhf.runtime.distributed import detect_lost_ranks
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.same_run import check_same_run, finished_step
 from rlhf.tracking.trackers import CallbackTracker
@@ -76,7 +77,7 @@ def _run_reward_model(config: RewardModelConfig, view: View, *, on_step: OnStep 
     if is_complete(session):
         return _close_complete(session, view)
     _connect(session, on_step)
-    with closed_on_error(session), session.recorder.progress:
+    with closed_on_error(session), session.recorder.progress, detect_lost_ranks(by_message=True):
         train_offline(run)
         card = {}
         if not session.interrupted:

@@ -35,10 +35,10 @@ from rlhf.comparison.results import (
     SuiteDifference,
     Suites,
 )
-from rlhf.comparison.scheduler import failure_of
 from rlhf.comparison.trial import (
     Judgment,
     SuiteScores,
+    failure_of,
     paired_difference,
     read_curve,
     read_suites,

@@ -342,8 +342,9 @@ def _common(config: CompareConfig, base: Tree) -> Tree:
     if judge is not None:
         settings["eval"] = {"source": {"type": judge.type, **judge.model_dump(mode="json", exclude_unset=True)}}
     elif not base.get("eval", {}).get("source"):
+        own = "; judge={type: environment} judges by the rewards of the environment" if base.get("environment") else ""
         raise ConfigError(
-            "judge is missing: set judge, or eval.source in the base, to a source that no arm is trained on"
+            f"judge is missing: set judge, or eval.source in the base, to a source that no arm is trained on{own}"
         )
     if not base.get("data", {}).get("eval_prompts"):
         keys = "set data.eval_prompts in the base, or shared.data.eval_prompts.path"

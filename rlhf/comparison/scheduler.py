@@ -5,8 +5,8 @@ A cell that fails does not affect the others; a stop is passed on to all running
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,24 +15,31 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, runtime_checkable
+from typing import BinaryIO, Literal, Protocol, runtime_checkable
 
 import torch
 
 from rlhf.comparison.board import OUTPUT, Board
 from rlhf.comparison.inputs import Digests, record_inputs
 from rlhf.comparison.plan import Cell, CellPlan, ensure_owner
-from rlhf.comparison.trial import INTERRUPTED, JUDGED, suite_file, unmeasured_suites
+from rlhf.comparison.trial import (
+    FAILED,
+    INTERRUPTED,
+    JUDGED,
+    failed_by_its_values,
+    failure_of,
+    record_failure,
+    suite_file,
+    unmeasured_suites,
+)
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.compare import START_FOLDER
-from rlhf.errors import ConfigError, UserError
+from rlhf.errors import CheckpointError, ConfigError, UserError
 from rlhf.tracking.metrics import format_duration
 from rlhf.tracking.progress import printable
-from rlhf.tracking.redact import redact_text
-from rlhf.tracking.run_folder import write_atomically
+from rlhf.tracking.run_folder import FolderLock
 from rlhf.training.session import Interruption
 
-FAILED = "failed.json"
 POLL_S = 0.05
 
 CellOutcome = Literal["done", "failed", "interrupted"]
@@ -86,37 +93,12 @@ def run_cells(plan: CellPlan, start: StartCell, view: ComparisonView, digests: D
 def is_over(cell: Cell) -> bool:
     """Return whether a cell is not to be run again: it is judged and measured, or it is a trial of tuning that failed.
 
-    A failed trial is a loss that later rounds are planned with, while a failed arm is tried again; so is a trial for
-    which other cells left no memory.
+    A trial that failed by its values is a loss that later rounds are planned with. A failed arm is tried again; so is
+    a trial whose process was killed, or whose machine, memory or reward server failed.
     """
-    failure = _failure(cell.folder) if cell.config.trial is not None else None
-    is_lost = failure is not None and not failure.get("crowded", False)
     is_judged = (cell.folder / JUDGED).is_file()
+    is_lost = cell.config.trial is not None and failed_by_its_values(cell.folder)
     return is_lost or (is_judged and not unmeasured_suites(cell.config, cell.folder))
-
-
-def record_failure(folder: Path, error: str, *, crowded: bool = False) -> None:
-    """Write the error of a failed cell into its folder, for the report, without secrets such as a key in an address.
-
-    Args:
-        folder: of the cell.
-        error: the error.
-        crowded: other cells left it no memory.
-    """
-    content = {"error": redact_text(error), "crowded": crowded}
-    write_atomically(folder / FAILED, json.dumps(content, ensure_ascii=False) + "\n")
-
-
-def failure_of(folder: Path) -> str | None:
-    """Return the error of a failed cell; None if it did not fail."""
-    failure = _failure(folder)
-    return None if failure is None else str(failure["error"])
-
-
-def _failure(folder: Path) -> dict[str, Any] | None:
-    path = folder / FAILED
-    failure: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    return failure
 
 
 @dataclass(frozen=True)
@@ -141,6 +123,7 @@ class _Scheduler:
     slots: dict[int, _Slot] = field(default_factory=dict)
     stopping: bool = False
     failed_start: Cell | None = None  # a cell of the start model that failed
+    awaited: set[Path] = field(default_factory=set)  # the run folders that other processes still use
 
     def run(self) -> None:
         """Run until no cell runs and none waits, or until all running cells have stopped."""
@@ -148,12 +131,28 @@ class _Scheduler:
         while self.slots or (waiting and not self.stopping):
             if self.stop.requested and not self.stopping:
                 self._stop()
-            elif waiting and not self.stopping and len(self.slots) < self.plan.config.jobs:
+            elif self._has_room() and waiting and not self._is_in_use(waiting[0][1]):
                 self._begin(*waiting.popleft())
             else:
                 time.sleep(POLL_S)
             self._collect()
             self.board.refresh()
+
+    def _has_room(self) -> bool:
+        return not self.stopping and len(self.slots) < self.plan.config.jobs
+
+    def _is_in_use(self, cell: Cell) -> bool:
+        """Return whether the process of a comparison that was killed still ends its step in the cell's run."""
+        if not (cell.run_folder / FolderLock.NAME).is_file():
+            return False
+        try:
+            FolderLock(cell.run_folder, "out_dir").release()
+        except CheckpointError as error:
+            if cell.run_folder not in self.awaited:
+                self.board.note(f"{cell.label}: waiting until no other process uses its folder; {error}")
+            self.awaited.add(cell.run_folder)
+            return True
+        return False
 
     def kill(self) -> None:
         """Kill the cells that still run."""
@@ -236,6 +235,7 @@ class CellProcess:
             stderr=self._files[0],
             stdout=self._files[1] if jobs > 1 else None,
             env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+            start_new_session=self._launched,  # a terminal's Ctrl-C would reach torchrun, which kills: see `stop`
         )
 
     def outcome(self) -> CellOutcome | None:
@@ -248,20 +248,21 @@ class CellProcess:
             return "done"
         if code == INTERRUPTED or self._stop_requested:
             return "interrupted"
-        if is_over(self.cell):
-            return "done"  # the error came after its last file
-        error = extract_error(self.cell.folder / ERRORS, code, launched=self._launched)
-        advice = advice_on_memory(error, self._jobs)
-        record_failure(self.cell.folder, error + advice, crowded=bool(advice))
+        if failure_of(self.cell.folder) is None:  # the cell itself recorded none
+            if is_over(self.cell):
+                return "done"  # the error came after its last file
+            error = extract_error(self.cell.folder / ERRORS, code, launched=self._launched)
+            record_failure(self.cell.folder, error + advice_on_memory(error, self._jobs))
         return "failed"
 
     def stop(self) -> None:
-        """Ask the cell to save and stop; torchrun passes the signal on to its processes, and waits.
+        """Ask the cell to save and stop, by the end of its input: torchrun would kill its processes after 30 seconds.
 
         On Windows it ends at once, and continues from its last checkpoint.
         """
+        assert self.process.stdin is not None
         self._stop_requested = True
-        self.process.terminate()
+        self.process.stdin.close()
 
     def kill(self) -> None:
         """Kill the process at once."""
@@ -341,6 +342,10 @@ def extract_error(log: Path, code: int, *, launched: bool = False) -> str:
         return "\n".join(lines[starts[-1] :]).removeprefix("error: ")
     if launched and starts:
         return lines[starts[-1]].removeprefix("error: ")
+    if launched:  # below this line the launcher tells the same of all processes
+        lines = lines[
+            : next((i for i, line in enumerate(lines) if re.match(r"E\d{4} .*failed \(exitcode", line)), None)
+        ]
     if code < 0:
         return f"the process was ended by {signal.Signals(-code).name}; if nobody sent it, probably out of memory"
     return f"{lines[-1] if lines else f'exit code {code}'} (all of it is in {log})"

@@ -35,7 +35,7 @@ from rlhf.comparison.plan import Cell, read_cell
 from rlhf.comparison.results import CurvePoint, SuiteFigure, Suites
 from rlhf.config.compare import START_FOLDER, BestOfNArm, BudgetConfig, CellConfig
 from rlhf.config.load import dump, validate
-from rlhf.errors import ConfigError, DataError, ModelError, UserError
+from rlhf.errors import ConfigError, DataError, DivergenceError, ModelError, UserError
 from rlhf.evaluation.evaluate import count_unjudged, diversity, filled
 from rlhf.evaluation.frontier import curve_sizes, expected_best, kl_bound, picks
 from rlhf.evaluation.win_rate import Interval, bootstrap_crossed, independent_difference
@@ -52,10 +52,11 @@ from rlhf.runtime.engine import Engine, make_engine
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.sampler import sample_batches
 from rlhf.suites.suite import Suite, find_suite
+from rlhf.tracking.redact import redact_text
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, to_json
 from rlhf.tracking.view import View
-from rlhf.training.rollout import part_record
+from rlhf.training.rollout import episode_record, part_record, turn_counts
 from rlhf.types import Completions, Scores
 
 JUDGED = "judged.json"
@@ -240,6 +241,7 @@ def _judged(draws: BestOfNSamples, arm: BestOfNArm, completer: Completer) -> Jud
             "kl": None,  # not known for a single completion
             "length": int(lengths[row]),
             "finished": bool(kept.finished[row]),
+            **episode_record(kept, row, decode),
         }
         for row in range(len(kept))
     ]
@@ -251,12 +253,15 @@ def _judged(draws: BestOfNSamples, arm: BestOfNArm, completer: Completer) -> Jud
         "eval/kl": bound,
         "eval/length": float(lengths.double().mean()),
         "eval/finished": float(kept.finished.double().mean()),
+        **({"eval/turns": float(turn_counts(kept).double().mean())} if kept.has_episodes else {}),
         **diversity(kept),
     }
     return Judgment(metrics, rows)
 
 
 INTERRUPTED = 3  # exit code of a cell that was stopped and has saved its state
+FAILED = "failed.json"
+BY_VALUES = (ConfigError, DivergenceError)  # the errors that another try of the same settings meets again
 
 
 def cell_main(folder: Path) -> int:
@@ -268,12 +273,43 @@ def cell_main(folder: Path) -> int:
     try:
         return 0 if run_cell(read_cell(folder), Terminal(Console(quiet=not is_main_process()))) else INTERRUPTED
     except UserError as error:
+        if isinstance(error, BY_VALUES) and is_main_process():
+            record_failure(folder, str(error), by_values=True)
         sys.stderr.write(f"error: {error}\n")
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
         shutdown()
+
+
+def record_failure(folder: Path, error: str, *, by_values: bool = False) -> None:
+    """Write the error of a failed cell into its folder, for the report, without secrets such as a key in an address.
+
+    Args:
+        folder: of the cell.
+        error: the error.
+        by_values: the cell's settings are the cause, so that another try fails too.
+    """
+    content = {"error": redact_text(error), "by_values": by_values}
+    write_atomically(folder / FAILED, json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def failure_of(folder: Path) -> str | None:
+    """Return the error of a failed cell; None if it did not fail."""
+    failure = _failure(folder)
+    return None if failure is None else str(failure["error"])
+
+
+def failed_by_its_values(folder: Path) -> bool:
+    """Return whether a cell failed, and its settings are the cause."""
+    return bool((_failure(folder) or {}).get("by_values"))
+
+
+def _failure(folder: Path) -> dict[str, Any] | None:
+    path = folder / FAILED
+    failure: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return failure
 
 
 def run_cell(cell: Cell, view: View) -> bool:

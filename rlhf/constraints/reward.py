@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, get_type_hints
 
 from rlhf.constraints.checks import CHECKS, words
 from rlhf.errors import RewardError
@@ -87,7 +88,29 @@ def _constraint(kind: object, given: object) -> Constraint:
         inspect.signature(CHECKS[kind]).bind("", **arguments)
     except TypeError as error:
         raise ValueError(f"the arguments of {kind} do not fit: {error}") from error
+    for name, value in arguments.items():
+        form = _forms(kind).get(name)
+        if form in _IS_OF and not _IS_OF[form](value):
+            raise ValueError(f"the argument {name} of {kind} is {value!r}, and not {_IN_WORDS[form]}")
     return Constraint(kind, arguments)
+
+
+@cache
+def _forms(kind: str) -> dict[str, object]:
+    """Return the types of a kind's arguments."""
+    return get_type_hints(CHECKS[kind])
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+_IS_OF: dict[object, Callable[[Any], bool]] = {
+    str: _is_text,
+    int: lambda value: isinstance(value, int | float) and value == int(value) and not isinstance(value, bool),
+    Sequence[str]: lambda value: isinstance(value, list | tuple) and bool(value) and all(map(_is_text, value)),
+}
+_IN_WORDS: dict[object, str] = {str: "a text", int: "a whole number", Sequence[str]: "a list of texts"}
 
 
 COMMON_ENGLISH_WORDS = frozenset(

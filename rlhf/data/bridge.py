@@ -7,7 +7,6 @@ same after any turns.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,27 +51,12 @@ class Bridge:
         else:
             messages = [{"role": role, "content": observation}] if isinstance(observation, str) else list(observation)
             written = _difference(self.encoder, self._messages(messages), 0)
-            return [*end, *self._written(written, [message.get("content") for message in messages])]
+            return [*end, *self.encoder.written(written, [message.get("content") for message in messages])]
         if not any(special in text for special in self.encoder.template.specials):
             return [*end, *self.encoder.continuation(head + text + tail)]
         ids = self.encoder.continuation(head) if head else []
         ids += self.encoder.without_specials(text)
         return [*end, *ids, *(self.encoder.continuation(tail) if tail else [])]
-
-    def _written(self, text: str, contents: Sequence[object]) -> list[int]:
-        """Encode the template's text for messages; a content in it that spells special tokens is ordinary text."""
-        ids: list[int] = []
-        for content in contents:
-            if not isinstance(content, str) or not any(token in content for token in self.encoder.template.specials):
-                continue
-            forms = (content, content.strip(), json.dumps(content, ensure_ascii=False)[1:-1])  # as templates write it
-            form = min((form for form in forms if form in text), key=text.index, default="")
-            if not form:  # the template has no place for it
-                continue
-            before, _, text = text.partition(form)
-            ids += self.encoder.continuation(before) if before else []
-            ids += self.encoder.without_specials(form)
-        return [*ids, *(self.encoder.continuation(text) if text else [])]
 
     def _messages(self, messages: list[Message]) -> list[Message]:
         if not self.encoder.template.turns:

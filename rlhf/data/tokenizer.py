@@ -517,6 +517,41 @@ class Encoder:
         (ids,) = self._tokenize_continuations([text])
         return self.text(text) if ids is None else ids
 
+    def prompt_with(self, rendered: Rendered, contents: Sequence[object]) -> list[int]:
+        """Encode a prompt; special tokens that one of these contents spells out are ordinary text."""
+        if not any(self._spells_specials(content) for content in contents):
+            return self.prompts([rendered])[0]
+        ids = self.written(rendered.prompt, contents, starts=True)
+        return ids if rendered.templated else self._add_prefix(ids)
+
+    def written(self, text: str, contents: Sequence[object], *, starts: bool = False) -> list[int]:
+        """Encode the template's text for messages; a content in it that spells special tokens is ordinary text.
+
+        Args:
+            text: the text.
+            contents: of its messages, in their order.
+            starts: whether the text continues no other.
+        """
+        ids: list[int] = []
+        for content in contents:
+            if not isinstance(content, str) or not self._spells_specials(content):
+                continue
+            forms = (content, content.strip(), json.dumps(content, ensure_ascii=False)[1:-1])  # as templates write it
+            form = min((form for form in forms if form in text), key=text.index, default="")
+            if not form:  # the template has no place for it
+                continue
+            before, _, text = text.partition(form)
+            ids += self._piece(before, starts and not ids) + self.without_specials(form)
+        return ids + self._piece(text, starts and not ids)
+
+    def _piece(self, text: str, starts: bool) -> list[int]:
+        if not text:
+            return []
+        return self.text(text) if starts else self.continuation(text)
+
+    def _spells_specials(self, content: object) -> bool:
+        return isinstance(content, str) and any(token in content for token in self.template.specials)
+
     def without_specials(self, text: str) -> list[int]:
         """Encode a text that continues another one; special tokens that it spells out are ordinary text."""
         head, whole = (

@@ -13,6 +13,7 @@ from rlhf.factory.exported import note_export
 from rlhf.factory.offline import build_offline
 from rlhf.factory.online import build_online
 from rlhf.models.folders import ADAPTER_FOLDER, MODEL
+from rlhf.runtime.distributed import detect_lost_ranks
 from rlhf.tracking.checkpoint import replace_folder
 from rlhf.tracking.exported import read_export
 from rlhf.tracking.run_folder import completed_step
@@ -54,7 +55,8 @@ class TrainingRun:
         """
         if self.is_complete:
             return True
-        with self.session.recorder.progress:
+        # The collectives of DeepSpeed are in every part of a step, and in the export.
+        with self.session.recorder.progress, detect_lost_ranks(by_message=True):
             self.loop()
             if not self.session.interrupted:
                 best = self.session.best.finish() if self.session.best is not None else None

@@ -126,8 +126,13 @@ class VerifierSource(Source):
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Check that the graders that the rows name are there, and what each needs."""
-        for grader in dict(map(self.grader_of, rows)).values():
-            grader.check()
+        checked = set()
+        for row in rows:
+            name, grader = self.grader_of(row)
+            if name not in checked:
+                grader.check()
+            checked.add(name)
+            grader.check_row(row)
 
     def for_check(self) -> VerifierSource:
         """Return the source with failures counted, and none that stops."""
@@ -340,9 +345,10 @@ class VerifierReward:
         count = sum(window)
         first = failed.index(True) if True in failed else 0
         example = f"{outcomes[first].message}, for the completion {quoted(completions[first])}" if outcomes else ""
-        if True in failed and self.source.max_failures == 1 and not self._has_warned:
+        if True in failed and not self._has_warned:
             self._has_warned = True
-            self.warn(example)
+            counted = "a grading failed and scores like a wrong answer (`verifier/error` counts them): "
+            self.warn(example if self.source.max_failures == 1 else counted + example)
         if count < FEWEST_FAILURES or count <= self.source.max_failures * len(window):
             return
         raise RewardError(

@@ -96,7 +96,7 @@ class Distributed:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        with _detect_lost_ranks():
+        with detect_lost_ranks():
             dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -105,7 +105,7 @@ class Distributed:
         if self.world == 1:
             return value
         objects = [value]
-        with _detect_lost_ranks():
+        with detect_lost_ranks():
             dist.broadcast_object_list(objects, src=0, group=self._group)
         return objects[0]
 
@@ -152,11 +152,11 @@ class Distributed:
         Every rank must start the same sums in the same order.
         """
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        with _detect_lost_ranks():
+        with detect_lost_ranks():
             work = dist.all_reduce(flat, async_op=True)
 
         def finish() -> None:
-            with _detect_lost_ranks():
+            with detect_lost_ranks():
                 work.wait()
             parts = flat.split([gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
@@ -187,14 +187,24 @@ class Distributed:
 SINGLE_PROCESS = Distributed()
 
 
+def is_lost_rank(error: object) -> bool:
+    """Return whether an error is a message of gloo or NCCL about another rank."""
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error).lower())
+
+
 @contextmanager
-def _detect_lost_ranks() -> Iterator[None]:
-    """Raise RankLost if a collective fails: gloo and NCCL report a missing rank as a RuntimeError."""
+def detect_lost_ranks(*, by_message: bool = False) -> Iterator[None]:
+    """Raise RankLost if a collective fails: gloo and NCCL report a missing rank as a RuntimeError.
+
+    With `by_message` the work inside is more than a collective, and other errors are raised as they are.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
+        if by_message and not is_lost_rank(error):
+            raise
         raise RankLost(
             "lost contact with another rank (no message for sharding.timeout_s, or its process has ended): stopping; "
             f"the same command continues from the newest checkpoint ({error})"

@@ -234,7 +234,9 @@ class EpisodeSampler:
         except BadRow as error:
             raise ConfigError(f"the chat template refuses the first observation: {error}") from error
         episode.reference = {**episode.reference, "prompt": rendered.prompt}
-        (ids,) = self.encoder.prompts([rendered])
+        observed = answer.observation
+        contents = [observed] if isinstance(observed, str) else [message.get("content") for message in observed]
+        ids = self.encoder.prompt_with(rendered, contents)
         if self.context is not None and len(ids) + self.max_new_tokens > self.context:
             episode.stop = StopReason.CONTEXT
             return

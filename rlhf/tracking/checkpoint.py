@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from rlhf.errors import CheckpointError, UserError, how_to_continue
-from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
+from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed, is_lost_rank
 from rlhf.tracking.metrics import format_megabytes
 
 MANIFEST = "manifest.json"
@@ -158,7 +158,7 @@ class CheckpointWriteErrors:
         if self.ranks.is_main:
             shutil.rmtree(self.aside, ignore_errors=True)
         is_write_error = isinstance(error, OSError | RuntimeError | SafetensorError) or "os error" in str(error)
-        if is_write_error and not isinstance(error, UserError):
+        if is_write_error and not isinstance(error, UserError) and not is_lost_rank(error):
             raise CheckpointError(
                 f"cannot write {self.what}: {error}. What was there before is untouched. {free}"
                 f"Make room, or whatever else it lacks; then {how_to_continue()} from the newest checkpoint"

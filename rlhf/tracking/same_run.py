@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.files import COMPARE_CONFIG
 from rlhf.config.load import dump, load_run
 from rlhf.config.sections import RewardModelConfig, TrainConfig
 from rlhf.errors import CheckpointError, ConfigError, command_or_call
@@ -266,6 +267,10 @@ def check_same_run(config: TrainConfig | RewardModelConfig) -> list[Change]:
         CheckpointError: a setting differs that may not change, or the run has no checkpoint to continue from.
     """
     folder, resume = RunFolder(config.run.out_dir), config.checkpoint.resume
+    if (folder.path / COMPARE_CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder.path} holds a comparison: choose another {command_or_call('run.out_dir', 'folder')} for the run"
+        )
     if (folder.path / MEMBERS).is_dir() and not _trains_members(config):
         raise another_run(config, "an ensemble of separate reward models", always=False)
     if resume == "never" or not holds_run(folder):

@@ -201,14 +201,19 @@ def sample_records(
                 "kl": float(sequence_kl[row]) if has_reference else None,
                 "length": length,
                 "finished": bool(rollout.finished[row]),
+                **episode_record(rollout, row, decode),
             }
         )
-        stop = StopReason(int(rollout.stops[row]))
-        if stop is not StopReason.NONE:
-            length = int((rollout.turns[row, :length] >= 0).sum())
-            episode = {"stop": stop.name.lower(), "turns": transcript(rollout, row, decode), "length": length}
-            records[-1] |= episode
     return records
+
+
+def episode_record(completions: Completions, row: int, decode: Callable[[Sequence[int]], str]) -> dict[str, object]:
+    """Return how an episode ended, its transcript and its number of action tokens; nothing for a plain completion."""
+    stop = StopReason(int(completions.stops[row]))
+    if stop is StopReason.NONE:
+        return {}
+    length = int((completions.turns[row][completions.completion_mask[row]] >= 0).sum())
+    return {"stop": stop.name.lower(), "turns": transcript(completions, row, decode), "length": length}
 
 
 def part_record(parts: Mapping[str, Tensor], row: int) -> dict[str, float | None]:

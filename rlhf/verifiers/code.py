@@ -80,7 +80,7 @@ class CodeGrader(Grader):
             if tests is None:
                 return None
             program = self._program(completion, row)
-            made = make_tests(tests, self._entry(row))
+            made = make_tests(tests, _text(row, self.entry_point))
             state: State = "unsupported"
             for box in boxes:
                 state = box.run(program, made)
@@ -125,14 +125,23 @@ class CodeGrader(Grader):
             )
         return names
 
-    def _entry(self, row: Row) -> str | None:
-        return None if self.entry_point is None else str(row[self.entry_point])
-
     def _program(self, completion: str, row: Row) -> str:
-        program, entry = extract_program(completion), self._entry(row)
-        if self.prefix is None or (entry is not None and re.search(rf"^def {re.escape(entry)}\b", program, re.M)):
-            return program
-        return f"{row[self.prefix]}{program}"
+        program, entry, prefix = extract_program(completion), _text(row, self.entry_point), _text(row, self.prefix)
+        has_all = entry is not None and re.search(rf"^def {re.escape(entry)}\b", program, re.M)
+        return program if prefix is None or has_all else f"{prefix}{program}"
+
+
+def _text(row: Row, column: str | None) -> str | None:
+    """Return the text of a column, None if it is null or none is named.
+
+    Raises:
+        ValueError: the row does not have the column.
+    """
+    if column is None:
+        return None
+    if column not in row:
+        raise ValueError(f"the row has no column {column!r}")
+    return None if row[column] is None else str(row[column])
 
 
 def extract_program(completion: str) -> str:
@@ -170,9 +179,9 @@ def _without_indent(line: str, width: int) -> str:
 def make_tests(tests: object, entry_point: str | None) -> Tests:
     """Put tests into a function with a secret name, which returns a secret after them.
 
-    It calls `check(entry_point)`, and functions called test_... without arguments that the tests do not call. A
-    variable of the tests begins with the program's value, if it has one of this name, and is their own: the program
-    cannot read it. Names in a `global` statement of the tests are the program's.
+    It calls `check(entry_point)` if the tests define `check`, and functions called test_... without arguments that
+    the tests do not call. A variable of the tests begins with the program's value, if it has one of this name, and is
+    their own: the program cannot read it. Names in a `global` statement of the tests are the program's.
 
     Raises:
         ValueError: they are no Python code, or import * from an unknown module, or no assert runs, so that anything
@@ -185,7 +194,8 @@ def make_tests(tests: object, entry_point: str | None) -> Tests:
     except SyntaxError as error:
         raise ValueError(f"the row's tests are no Python code: {error}") from error
     imports = _take_imports(tree)
-    calls = [f"check({entry_point})"] if entry_point else []
+    has_check = "check" in variables or any(getattr(node, "name", None) == "check" for node in tree.body)
+    calls = [f"check({entry_point})"] if entry_point and has_check else []
     calls += [f"{name}()" for name in _uncalled_tests(tree)]
     tree.body += ast.parse("\n".join(calls)).body
     _check_asserts(tree)

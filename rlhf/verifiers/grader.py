@@ -51,6 +51,13 @@ class Grader(Choice):
             UserError: one is missing; the message says what to do.
         """
 
+    def check_row(self, row: Row) -> None:
+        """Check before a run, quickly, that the packages that a row needs are there.
+
+        Raises:
+            UserError: one is missing; the message says what to do.
+        """
+
     def reference(self, row: Row) -> str | None:
         """Return a completion that earns the best grade of the row; None if the row does not tell one."""
         return None

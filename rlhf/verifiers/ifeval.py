@@ -18,6 +18,11 @@ class IfevalGrader(Grader):
     all: bool = False
     """Only a completion that follows every instruction earns 1; false: the share of those that it follows."""
 
+    def check_row(self, row: Row) -> None:
+        """Check that the package that detects languages is there if the row asks for a language."""
+        if isinstance(kinds := row.get(KIND_COLUMN), list) and LANGUAGE_KIND in kinds:
+            require_langdetect()
+
     def start(self) -> GradeFunction:
         """Return the function that checks the instructions; the verdicts are the suite's."""
 
@@ -25,10 +30,8 @@ class IfevalGrader(Grader):
             if row.get(KIND_COLUMN) is None:
                 return None
             given: dict[str, Any] = {KIND_COLUMN: row[KIND_COLUMN], ARGUMENTS_COLUMN: row.get(ARGUMENTS_COLUMN)}
-            constraints = read_constraints(given)
-            if any(constraint.kind == LANGUAGE_KIND for constraint in constraints):
-                require_langdetect()
-            verdict = verify(constraints, completion)
+            self.check_row(row)
+            verdict = verify(read_constraints(given), completion)
             met = verdict.loose if self.loose else verdict.strict
             return float(all(met)) if self.all else sum(met) / len(met)
 

@@ -12,8 +12,8 @@ from trials import tried_once
 
 from rlhf.api.comparing import run_compare
 from rlhf.comparison.plan import Cell, CellPlan, plan_cells
-from rlhf.comparison.scheduler import CellOutcome, record_failure
-from rlhf.comparison.trial import run_cell
+from rlhf.comparison.scheduler import CellOutcome
+from rlhf.comparison.trial import BY_VALUES, record_failure, run_cell
 from rlhf.config.files import merge
 from rlhf.config.load import compare_config
 from rlhf.errors import UserError
@@ -70,7 +70,7 @@ def here(cell: Cell) -> CellOutcome:
         with tried_once():
             return "done" if run_cell(cell, quiet()) else "interrupted"
     except UserError as error:
-        record_failure(cell.folder, str(error))
+        record_failure(cell.folder, str(error), by_values=isinstance(error, BY_VALUES))
         return "failed"
 
 

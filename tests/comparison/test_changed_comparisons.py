@@ -20,10 +20,10 @@ from rlhf.comparison.aggregate import read_cells, summarize
 from rlhf.comparison.page import reward_hacking_points
 from rlhf.comparison.plan import Cell
 from rlhf.comparison.results import ComparisonResults, Evaluation, Measures
-from rlhf.comparison.scheduler import failure_of, record_failure, run_cells
+from rlhf.comparison.scheduler import run_cells
 from rlhf.comparison.summary import equal_kl_table, notes
 from rlhf.comparison.terminal import ComparisonTerminal
-from rlhf.comparison.trial import FOLDER, Judgment, read_suites, run_suites, suite_file
+from rlhf.comparison.trial import FOLDER, Judgment, failure_of, read_suites, record_failure, run_suites, suite_file
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.files import format_yaml
 from rlhf.config.load import dump

@@ -28,8 +28,8 @@ from rlhf.comparison.costs import (
     sampling_flops,
 )
 from rlhf.comparison.plan import ensure_owner, plan_cells
-from rlhf.comparison.scheduler import FAILED, failure_of, record_failure, run_cells
-from rlhf.comparison.trial import JUDGED, Judgment
+from rlhf.comparison.scheduler import run_cells
+from rlhf.comparison.trial import FAILED, JUDGED, Judgment, failure_of, record_failure
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.load import compare_config, load_compare
 from rlhf.errors import CheckpointError, ConfigError, UserError

@@ -17,8 +17,7 @@ from rlhf.comparison.aggregate import read_cells
 from rlhf.comparison.inputs import INPUTS, Digests, read_inputs
 from rlhf.comparison.plan import Cell
 from rlhf.comparison.results import ComparisonResults
-from rlhf.comparison.scheduler import record_failure
-from rlhf.comparison.trial import JUDGED, Judgment
+from rlhf.comparison.trial import JUDGED, Judgment, record_failure
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.load import compare_config
 from rlhf.errors import ConfigError

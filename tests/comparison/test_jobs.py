@@ -6,12 +6,16 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from subprocess import PIPE
+from typing import Any, NoReturn
 
 import pytest
 from cases import at_once, compare_tree, compared, failing_arm, plan_of
@@ -19,29 +23,39 @@ from quick import quick
 from rich.console import Console
 
 from rlhf.api.comparing import run_compare
+from rlhf.comparison import trial
 from rlhf.comparison.board import OUTPUT, Board, Tail
 from rlhf.comparison.costs import COSTS
 from rlhf.comparison.plan import Cell, ensure_owner
 from rlhf.comparison.scheduler import (
     ERRORS,
-    FAILED,
     CellProcess,
     MachineShare,
     Running,
     advice_on_memory,
     check_devices,
     extract_error,
-    failure_of,
-    record_failure,
     resource_environment,
     run_cells,
     visible_devices,
 )
 from rlhf.comparison.terminal import ComparisonTerminal
-from rlhf.comparison.trial import INTERRUPTED, JUDGED
+from rlhf.comparison.trial import (
+    FAILED,
+    INTERRUPTED,
+    JUDGED,
+    cell_main,
+    failed_by_its_values,
+    failure_of,
+    record_failure,
+)
 from rlhf.comparison.view import ComparisonView
-from rlhf.config.load import compare_config
-from rlhf.errors import ConfigError
+from rlhf.config.files import merge
+from rlhf.config.load import compare_config, dump, validate
+from rlhf.config.sections import OnlineConfig
+from rlhf.errors import CheckpointError, ConfigError, DivergenceError, RewardError
+from rlhf.tracking.run_folder import FolderLock
+from rlhf.tracking.same_run import check_same_run
 from rlhf.tracking.trackers import read_jsonl
 
 
@@ -225,6 +239,76 @@ def test_the_words_that_ended_a_process(tmp_path: Path) -> None:
     assert "SIGKILL" in extract_error(log, -9)
 
 
+def test_the_launchers_own_words_are_not_the_error(tmp_path: Path) -> None:
+    log = tmp_path / ERRORS
+    log.write_text(
+        "W1129 00:31:57.000 12 torch/distributed/run.py:7] ****\nTraceback (most recent call last):\n"
+        "ZeroDivisionError: division by zero\n"
+        "E1129 00:32:57.000 12 torch/distributed/elastic/multiprocessing/api.py:9] failed (exitcode: 1) local_rank: 0\n"
+        "Traceback (most recent call last):\n====\n"
+    )
+    assert extract_error(log, 1, launched=True).startswith("ZeroDivisionError: division by zero (all of it is in")
+
+
+def test_settings_are_the_cause_of_some_failures_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another try of a run that diverged diverges too; a reward server that was away may be there."""
+    for name, error in (("one", DivergenceError("NaN")), ("two", RewardError("no answer"))):
+        (tmp_path / name).mkdir()
+        monkeypatch.setattr(trial, "read_cell", raising(error))
+        assert cell_main(tmp_path / name) == 2
+    assert (failure_of(tmp_path / "one"), failed_by_its_values(tmp_path / "one")) == ("NaN", True)
+    assert failure_of(tmp_path / "two") is None  # the comparison reads it from the log
+    record_failure(tmp_path / "two", "no answer")
+    assert not failed_by_its_values(tmp_path / "two")
+
+
+def raising(error: Exception) -> Callable[[Path], NoReturn]:
+    def function(folder: Path) -> NoReturn:
+        raise error
+
+    return function
+
+
+def test_a_cell_waits_for_the_process_that_a_killed_comparison_left(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, seeds=[0], arms={"dpo": None, "best_of_n": None, "grpo": None})
+    (cell,) = plan_of(tree).of("ppo")
+    cell.run_folder.mkdir(parents=True)
+    hold = "import sys; from filelock import FileLock; lock = FileLock(sys.argv[1]); "
+    hold += "lock.acquire(); print(flush=True); sys.stdin.read()"
+    path = str(cell.run_folder.resolve() / FolderLock.NAME)
+    with subprocess.Popen([sys.executable, "-c", hold, path], stdin=PIPE, stdout=PIPE) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        notes = io.StringIO()
+
+        class Waiting(io.StringIO):
+            def write(self, text: str) -> int:
+                if "waiting until no other process" in text:
+                    holder.stdin.close()
+                return notes.write(text)
+
+        view = ComparisonTerminal(Console(file=Waiting(), width=400))
+        assert run_compare(compare_config(tree), beside=Path(), view=view, start=at_once)
+    assert notes.getvalue().count("ppo, seed 0: waiting until no other process uses its folder") == 1
+    assert (cell.folder / JUDGED).is_file()
+
+
+def test_a_run_and_a_comparison_do_not_share_a_folder(tmp_path: Path) -> None:
+    tree = compare_tree(tmp_path, seeds=[0], arms={"dpo": None, "best_of_n": None, "grpo": None})
+    folder = tmp_path / "compare"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("{}")
+    with pytest.raises(ConfigError, match="compare holds a run: choose another out_dir"):
+        compared(tree)
+    (folder / "config.yaml").rename(folder / "compare.yaml")
+    (cell,) = plan_of(tree).of("ppo")
+    for resume in ("auto", "never"):
+        tree = merge(dump(cell.config.train), {"run": {"out_dir": str(folder)}, "checkpoint": {"resume": resume}})
+        with pytest.raises(CheckpointError, match=r"compare holds a comparison: choose another run\.out_dir"):
+            check_same_run(validate(OnlineConfig, tree))
+
+
 NO_MEMORY = """
 from pathlib import Path
 
@@ -324,8 +408,9 @@ def test_a_cell_does_not_outlive_a_comparison_that_is_killed(tmp_path: Path, pro
     (cell,) = plan_of(tree).of("ppo")
     ensure_owner(cell)
     process = CellProcess(cell, 0, jobs=2, processes=processes)
-    assert process.process.stdin is not None
-    process.process.stdin.close()
+    # A terminal's Ctrl-C does not reach torchrun, which would kill its processes after 30 seconds.
+    assert (os.getsid(process.process.pid) == os.getsid(0)) == (processes == 1)
+    process.stop()
     try:
         assert process.process.wait(60) in (-signal.SIGTERM, INTERRUPTED, 1)
     finally:

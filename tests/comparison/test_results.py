@@ -26,9 +26,9 @@ from rlhf.comparison.costs import Costs
 from rlhf.comparison.page import difference_table, reward_hacking_points, seed_means, styles, win_matrix
 from rlhf.comparison.plan import read_plan
 from rlhf.comparison.results import MEASURES, ArmBudget, ComparisonResults, Evaluation, FrontierPoint, Measures
-from rlhf.comparison.scheduler import CellProcess, failure_of
+from rlhf.comparison.scheduler import CellProcess
 from rlhf.comparison.summary import budget_in_words, equal_kl_table, format_gain, notes, ranking, verdict
-from rlhf.comparison.trial import Judgment
+from rlhf.comparison.trial import Judgment, failure_of
 from rlhf.config.load import compare_config, read_yaml
 from rlhf.tracking.trackers import read_jsonl
 

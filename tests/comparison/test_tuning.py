@@ -19,13 +19,13 @@ from rlhf.api.comparing import check_owners, rebuild_comparison, run_compare
 from rlhf.comparison.costs import COSTS, CostTracker
 from rlhf.comparison.plan import Cell, ensure_owner
 from rlhf.comparison.results import ComparisonResults
-from rlhf.comparison.scheduler import advice_on_memory, record_failure
+from rlhf.comparison.scheduler import advice_on_memory
 from rlhf.comparison.summary import verdict
-from rlhf.comparison.trial import JUDGED, Judgment
+from rlhf.comparison.trial import JUDGED, Judgment, record_failure
 from rlhf.comparison.tuning.run import NOT_RERUN, tuning_table
 from rlhf.config.files import merge, merge_overrides, parse_overrides
 from rlhf.config.load import compare_config
-from rlhf.errors import ConfigError, DivergenceError, UserError
+from rlhf.errors import ConfigError, DivergenceError, RankLost, UserError
 from rlhf.tracking.metrics import format_number
 from rlhf.tracking.trackers import read_jsonl
 
@@ -269,7 +269,7 @@ def test_a_trial_without_memory_beside_others_is_tried_again(tmp_path: Path) -> 
         if "trial-1" not in str(cell.folder):
             return at_once(cell, place)
         error = "CUDA out of memory"
-        record_failure(cell.folder, error + advice_on_memory(error, 2), crowded=True)
+        record_failure(cell.folder, error + advice_on_memory(error, 2))
         return Ended("failed")
 
     with pytest.raises(UserError, match=r"1 of 3 trials .* trial 1, .*jobs lower, and the same command tries it again"):
@@ -289,6 +289,26 @@ def test_if_every_trial_fails_nothing_is_compared(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"every trial of tuning failed.*no such thing"):
             compared(tree)
     assert not list(read_jsonl(tmp_path / "compare" / "bad" / "seed-0" / COSTS))
+
+
+def test_a_trial_whose_machine_fails_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spend = CostTracker.spend
+
+    def fails(self: CostTracker, step: int, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
+        spend(self, step, metrics, tokens=tokens, seconds=seconds)
+        if "trial-1" in str(self.path):
+            raise RankLost("lost contact with another rank")
+
+    tree = of_dpo(tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(CostTracker, "spend", fails)
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"1 of 3 trials .* not by their values\. .*trial 1, .*lost contact"):
+                compared(tree)
+    assert compared(tree)
+    trial = tuning_of(tmp_path / "compare")["arms"]["dpo"]["trials"][1]
+    assert trial["error"] is None
+    assert None not in trial["scores"]
 
 
 # The plan

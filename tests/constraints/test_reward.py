@@ -67,6 +67,19 @@ def test_language() -> None:
         ({"instruction_id_list": ["startend:quotation"], "kwargs": [3]}, "are not an object"),
         ({"instruction_id_list": ["startend:quotation"], "kwargs": [{"x": 1}]}, "do not fit"),
         ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": None}]}, "do not fit"),
+        ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": "hello"}]}, "not a list of texts"),
+        ({"instruction_id_list": ["keywords:forbidden_words"], "kwargs": [{"forbidden_words": []}]}, "a list of texts"),
+        (
+            {
+                "instruction_id_list": ["keywords:letter_frequency"],
+                "kwargs": [{"letter": "", "let_frequency": 3, "let_relation": "at least"}],
+            },
+            "letter of keywords:letter_frequency is '', and not a text",
+        ),
+        (
+            {"instruction_id_list": ["length_constraints:number_paragraphs"], "kwargs": [{"num_paragraphs": "3"}]},
+            "'3', and not a whole number",
+        ),
     ],
 )
 def test_rows_without_constraints_are_refused(row: dict[str, Any], what: str) -> None:

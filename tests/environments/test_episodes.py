@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlhf.algo.moments import Moments
 from rlhf.batching import concat
+from rlhf.data.tokenizer import Encoder
 from rlhf.environments.host import Act, Begin, End
 from rlhf.environments.pool import EnvironmentPool
 from rlhf.environments.protocol import Fault
@@ -526,6 +527,16 @@ def test_the_prompt_of_an_episode_is_the_text_that_the_model_reads(tmp_path: Pat
         assert text.endswith("\n\nred red<eos>two ")
         ids = tokenizer(text, add_special_tokens=False).input_ids
         assert ids == rows.prompt_ids[row][rows.prompt_mask[row]].tolist()
+
+
+def test_a_special_token_in_a_first_observation_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that an environment shows does not end the user's turn; this tokenizer has no other form of <eos>."""
+    monkeypatch.setattr(Encoder, "without_specials", lambda encoder, text: [])
+    run = templated(tmp_path, words=2, word="<eos>")
+    rows = played(run)
+    assert run.episodes is not None
+    eos = run.episodes.encoder.eos_id
+    assert ((rows.prompt_ids == eos) & rows.prompt_mask).sum(dim=1).tolist() == [1] * len(rows)  # the template's
 
 
 def test_a_supervised_run_is_evaluated_by_episodes(tmp_path: Path) -> None:

@@ -115,12 +115,12 @@ class Failing(Colors):
 class Wordy(Colors):
     """Begins with a long observation, for every row or for those of one prompt."""
 
-    def __init__(self, words: int, prompt: str | None = None) -> None:
+    def __init__(self, words: int, prompt: str | None = None, word: str = "red") -> None:
         super().__init__()
-        self.words, self.prompt = words, prompt
+        self.words, self.prompt, self.word = words, prompt, word
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed, options=options)
         assert options is not None
         is_long = self.prompt in (None, options["prompt"])
-        return " ".join(["red"] * (self.words if is_long else 1)), {}
+        return " ".join([self.word] * (self.words if is_long else 1)), {}

@@ -325,6 +325,15 @@ def test_the_entry_point_and_test_functions_are_called() -> None:
     assert make_tests(called, None).definition.count("test_one()") == 2  # its definition and its call
 
 
+def test_null_columns_mean_none_and_a_missing_one_is_named() -> None:
+    grader, program = CodeGrader(entry_point="entry", prefix="before"), "x = 1\n"
+    assert grader._program(program, {"entry": None, "before": None}) == program
+    assert grader._program(program, {"entry": "f", "before": "import os\n"}) == "import os\n" + program
+    assert "check(f)" not in make_tests("assert f(1) == 2", "f").definition  # the tests define none
+    with pytest.raises(ValueError, match="the row has no column 'entry'"):
+        grader._program(program, {"before": ""})
+
+
 def test_the_filter_of_system_calls_is_what_it_says() -> None:
     """Run the filter by hand: threads are allowed, and processes, another ABI and another machine are not."""
     x86 = 0xC000003E

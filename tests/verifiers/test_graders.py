@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from rlhf.config.load import validate
+from rlhf.constraints import checks
 from rlhf.constraints.reward import read_constraints, verify
 from rlhf.errors import ConfigError, RewardError
+from rlhf.rewards.verifier import VerifierSource
 from rlhf.verifiers import mathematics
 from rlhf.verifiers.choice import ChoiceGrader, chosen_letter
 from rlhf.verifiers.grader import Grader, checked_grade, settings_of
@@ -178,6 +180,16 @@ def test_ifeval_verdicts_are_those_of_the_suite(text: str) -> None:
         assert share(text, row) == sum(met) / 2
         assert every(text, row) == float(all(met))
         assert share(text, {}) is None
+
+
+def test_a_row_about_languages_needs_the_package_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = VerifierSource(grader=IfevalGrader())
+    language = {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "de"}]}
+    other = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    source.check_rows([other, {}])
+    with pytest.raises(ConfigError, match="langdetect"):
+        source.check_rows([other, language])
 
 
 def test_names() -> None:

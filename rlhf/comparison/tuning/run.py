@@ -15,9 +15,9 @@ from typing import Any
 from rlhf.comparison.costs import COSTS, COSTS_TABLE, UNITS, Costs
 from rlhf.comparison.plan import CELL, Cell, CellPlan, read_cell
 from rlhf.comparison.results import ComparisonResults
-from rlhf.comparison.scheduler import FAILED, failure_of, is_over
+from rlhf.comparison.scheduler import is_over
 from rlhf.comparison.summary import format_gain
-from rlhf.comparison.trial import Judgment
+from rlhf.comparison.trial import FAILED, Judgment, failure_of
 from rlhf.comparison.tuning.plan import (
     DEFAULT,
     FOLDER,
@@ -55,7 +55,7 @@ def run_tuning(plan: CellPlan, run: RunCells) -> Chosen | None:
         cells = [cell for cell in plan.trials if _is_going(cell, number, going)]
         if not run(cells, f"tuning, round {number} of {len(sizes)}"):
             return None
-        _check_memory(cells)
+        _check_all_over(cells)
         scores = {arm: round_scores([cell for cell in cells if cell.arm == arm]) for arm in arms}
         _check_any_finished(cells, scores)
         going = {arm: promote(scores[arm], places) for arm in arms}
@@ -85,17 +85,17 @@ def _best_trial(cells: Sequence[Cell], tune: TuneConfig) -> int | None:
     return choose(scores)
 
 
-def _check_memory(cells: Sequence[Cell]) -> None:
-    """Check that no trial ran out of memory beside other cells, which is no property of its values either.
+def _check_all_over(cells: Sequence[Cell]) -> None:
+    """Check that no trial failed by anything but its values: a killed process, memory, a disk, a server.
 
     Raises:
         UserError: one did; the same command tries it again before the next round.
     """
-    crowded = [cell for cell in cells if not is_over(cell)]
-    if crowded:
+    left = [cell for cell in cells if not is_over(cell)]
+    if left:
         raise UserError(
-            f"{len(crowded)} of {len(cells)} trials of this round of tuning ran out of memory, the first of them "
-            f"{crowded[0].label}: {failure_of(crowded[0].folder)}"
+            f"{len(left)} of {len(cells)} trials of this round of tuning failed, and not by their values. The same "
+            f"command tries them again. The first is {left[0].label}: {failure_of(left[0].folder)}"
         )
 
 
