@@ -12,10 +12,16 @@ from mkdocs.utils import get_relative_url
 ROOT = Path(__file__).resolve().parents[1]
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 CODE = re.compile(r"<code>[^<]*</code>")
-INTERVAL = re.compile(r"(\[[−\d.]+), (?=[−\d.]+\])")
+INTERVAL = re.compile(r"<code.*?</code>|(\[[−\d.]+), (?=[−\d.]+\])", re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?:\.\./)+[^)\s#]+")
 AS_THEY_ARE = (".png", ".svg", ".ipynb")
-BOOSTS = (("api/", 0.2), ("experiments/", 0.3), ("configuration/", 2.0), ("", 2.0))  # a user's question is for a guide
+BOOSTS = (
+    ("api/", 0.2),
+    ("architecture", 0.2),
+    ("decisions/", 0.2),
+    ("experiments/", 0.3),
+    ("", 2.0),
+)  # a user asks for a guide
 
 
 def outside(link: str, page: str) -> str | None:
@@ -56,4 +62,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
     """Write the code in tables without the backslashes before its bars, and keep both ends of an interval on a line."""
     content = CELL.sub(lambda cell: CODE.sub(lambda code: code[0].replace("\\|", "|"), cell[0]), content)
-    return INTERVAL.sub("\\1,\N{NO-BREAK SPACE}", content)
+    return INTERVAL.sub(lambda part: f"{part[1]},\N{NO-BREAK SPACE}" if part[1] else part[0], content)

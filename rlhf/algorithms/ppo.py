@@ -97,7 +97,8 @@ class ClipLoss(TokenLoss):
             violation=clip_range,
             reason="Published ranges: 0.1 to 0.3 for PPO, 0.28 for clip-higher, 3e-4 for GSPO's ratio per sequence.",
             source="Schulman et al. 2017, table 1; Yu et al. 2025 (DAPO), sec. 3.1; Zheng et al. 2025 (GSPO), sec. 5.1",
-            fix="algorithm.policy_loss.clip_eps_low=0.2 and clip_eps_high=0.2; 3e-4 and 4e-4 with ratio=sequence_mean",
+            fix="algorithm.policy_loss.clip_eps_low=0.2 algorithm.policy_loss.clip_eps_high=0.2; with "
+            "algorithm.policy_loss.ratio=sequence_mean 3e-4 and 4e-4",
         ),
     )
 

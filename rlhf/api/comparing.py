@@ -23,7 +23,7 @@ from rlhf.comparison.tuning.plan import tuned_config
 from rlhf.comparison.tuning.run import Chosen, chosen_before, run_tuning
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.compare import START_FOLDER, CompareConfig, LabConfig
-from rlhf.config.files import COMPARE_CONFIG, RUN_CONFIG, format_yaml
+from rlhf.config.files import COMPARE_CONFIG, format_yaml
 from rlhf.config.load import compare_config, dump, read_yaml
 from rlhf.data.paths import Lookups
 from rlhf.errors import ConfigError, UserError, command_or_call, how_to_continue
@@ -31,7 +31,8 @@ from rlhf.factory.functions import check_functions
 from rlhf.guard.lint import lint
 from rlhf.models.folders import MODEL
 from rlhf.runtime.distributed import world_size_from_env
-from rlhf.tracking.run_folder import FolderLock, write_atomically
+from rlhf.tracking.run_folder import FolderLock, RunFolder, write_atomically
+from rlhf.tracking.same_run import holds_run
 from rlhf.tracking.view import View
 
 EXACT_FRONTIER = "exact_frontier.json"
@@ -99,7 +100,7 @@ def check_owners(plan: CellPlan, beside: Path) -> None:
     Raises:
         ConfigError: one has another cell, or an arm was tuned with other trials, or the comparison's folder has a run.
     """
-    if (plan.folder / RUN_CONFIG).is_file():
+    if holds_run(RunFolder(plan.folder)):
         raise ConfigError(f"{plan.folder} holds a run: choose another {command_or_call('out_dir', 'folder')}")
     for cell in plan.untuned():
         check_owner(cell)

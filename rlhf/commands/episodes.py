@@ -39,7 +39,7 @@ def run_episodes(path: str, count: int, *, seed: int, greedy: bool, console: Con
     prompts = load_prompts_of_run(first, config, completer.tokenizer, completer.model)
     sampler = completer.player(config.environment, config.plugins)
     if len(prompts) < count:
-        console.print(f"{len(prompts)} rows, so {len(prompts)} episodes; {count} were asked for")
+        console.print(f"{len(prompts)} of {count} episodes, one for each row")
     played = sampler.sample(prompts.all(), key=derive_seed(seed, "episodes"), group_size=1, greedy=greedy)
     for row in range(len(played)):
         console.print(Text(printable(str(played.references[row]["prompt"]))), soft_wrap=True)

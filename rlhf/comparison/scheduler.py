@@ -91,10 +91,10 @@ def run_cells(plan: CellPlan, start: StartCell, view: ComparisonView, digests: D
 
 
 def is_over(cell: Cell) -> bool:
-    """Return whether a cell is not to be run again: it is judged and measured, or it is a trial of tuning that failed.
+    """Return whether a cell is not to be run again: it is judged and measured, or it is a lost trial of tuning.
 
-    A trial that failed by its values is a loss that later rounds are planned with. A failed arm is tried again; so is
-    a trial whose process was killed, or whose machine, memory or reward server failed.
+    A trial that diverges, whose settings are refused, or that fails twice by the same error is a loss that later rounds
+    are planned with. Any other failed cell is tried again.
     """
     is_judged = (cell.folder / JUDGED).is_file()
     is_lost = cell.config.trial is not None and failed_by_its_values(cell.folder)
@@ -123,6 +123,7 @@ class _Scheduler:
     slots: dict[int, _Slot] = field(default_factory=dict)
     stopping: bool = False
     failed_start: Cell | None = None  # a cell of the start model that failed
+    errors: dict[Path, str | None] = field(default_factory=dict)  # of the cells' last try
     awaited: set[Path] = field(default_factory=set)  # the run folders that other processes still use
 
     def run(self) -> None:
@@ -143,7 +144,8 @@ class _Scheduler:
 
     def _is_in_use(self, cell: Cell) -> bool:
         """Return whether the process of a comparison that was killed still ends its step in the cell's run."""
-        if not (cell.run_folder / FolderLock.NAME).is_file():
+        is_trained = (cell.folder / JUDGED).is_file()
+        if is_trained or not (cell.run_folder / FolderLock.NAME).is_file():
             return False
         try:
             FolderLock(cell.run_folder, "out_dir").release()
@@ -152,6 +154,8 @@ class _Scheduler:
                 self.board.note(f"{cell.label}: waiting until no other process uses its folder; {error}")
             self.awaited.add(cell.run_folder)
             return True
+        except OSError:  # the cell tells it
+            pass
         return False
 
     def kill(self) -> None:
@@ -162,6 +166,7 @@ class _Scheduler:
     def _begin(self, number: int, cell: Cell) -> None:
         title = f"{number}/{len(self.plan.cells)}  {cell.label}"
         is_done = is_over(cell)
+        self.errors[cell.folder] = failure_of(cell.folder)
         if not is_done or cell.config.trial is None:  # the loss of a trial stays; an arm may need no more what failed
             (cell.folder / FAILED).unlink(missing_ok=True)
         if is_done:
@@ -183,6 +188,8 @@ class _Scheduler:
                 outcome = "interrupted"  # asked to stop: not a failure of the cell
             if outcome != "failed":
                 (slot.cell.folder / FAILED).unlink(missing_ok=True)
+            elif (error := failure_of(slot.cell.folder)) and error == self.errors[slot.cell.folder]:
+                record_failure(slot.cell.folder, error, by_values=True)  # the same twice
             self.board.cell_ended(slot.cell)
             if outcome == "interrupted":
                 self._stop()
@@ -265,7 +272,7 @@ class CellProcess:
         self.process.stdin.close()
 
     def kill(self) -> None:
-        """Kill the process at once."""
+        """Kill the process at once; processes of torchrun save and stop after their step, as their input ends."""
         self.process.kill()
         self.process.wait()
         self._close()
@@ -343,9 +350,8 @@ def extract_error(log: Path, code: int, *, launched: bool = False) -> str:
     if launched and starts:
         return lines[starts[-1]].removeprefix("error: ")
     if launched:  # below this line the launcher tells the same of all processes
-        lines = lines[
-            : next((i for i, line in enumerate(lines) if re.match(r"E\d{4} .*failed \(exitcode", line)), None)
-        ]
+        ends = (i for i, line in enumerate(lines) if re.match(r"E\d{4} .*failed \(exitcode", line))
+        lines = [line for line in lines[: next(ends, None)] if not re.match(r"[WE]\d{4} .*torch/distributed", line)]
     if code < 0:
         return f"the process was ended by {signal.Signals(-code).name}; if nobody sent it, probably out of memory"
     return f"{lines[-1] if lines else f'exit code {code}'} (all of it is in {log})"

@@ -487,8 +487,8 @@ def paired_difference(
 ) -> Interval | None:
     """Compute the mean of `results` less `others` in a figure, seed by seed and row by row, and its interval.
 
-    None unless both have a number for each row of every seed. If all rows of each side are alike, so are all
-    resamples: the interval is then made of the two sides' own.
+    None unless both have a number for each row of every seed. If each side has one value in all
+    rows, all resamples are alike: the interval is then made of the two sides' own.
     """
     after = [result.rows.get(name) for result in results]
     before = [other.rows.get(name) if other is not None else None for other in others]
@@ -499,9 +499,11 @@ def paired_difference(
     difference = bootstrap_crossed(torch.stack(differences))
     if math.isnan(difference.value):
         return None
-    if all(len(set(row)) == 1 for pair in pairs for row in pair) and not all(map(operator.is_, results, others)):
-        sides = [_interval_of(side, name) for side in (results, [other for other in others if other is not None])]
-        return independent_difference(*sides)
+    values = [{value for row in side for value in row if not math.isnan(value)} for side in zip(*pairs, strict=True)]
+    sides = (results, [other for other in others if other is not None])
+    has_figures = all(name in one.figures for side in sides for one in side)  # pairs against the start have none of it
+    if has_figures and all(len(side) == 1 for side in values) and not all(map(operator.is_, results, others)):
+        return independent_difference(*(_interval_of(side, name) for side in sides))
     return difference
 
 

@@ -153,13 +153,7 @@ def has_word_count(text: str, *, num_words: int, relation: str) -> bool:
 
 
 def has_nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Check the number of paragraphs between blank lines, and the first word of one of them.
-
-    Raises:
-        ValueError: the paragraph's number is below 1.
-    """
-    if nth_paragraph < 1:
-        raise ValueError(f"nth_paragraph is {nth_paragraph}; the first paragraph is 1")
+    """Check the number of paragraphs between blank lines, and the first word of one of them."""
     paragraphs = text.split("\n\n")
     count = sum(bool(paragraph.strip()) for paragraph in paragraphs)
     if count != num_paragraphs or nth_paragraph > count:

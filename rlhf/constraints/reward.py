@@ -20,6 +20,7 @@ from rlhf.errors import RewardError
 
 KIND_COLUMN, ARGUMENTS_COLUMN = "instruction_id_list", "kwargs"  # the columns of IFEval's rows
 LANGUAGE_KIND = "language:response_language"
+DETECTING_KINDS = {LANGUAGE_KIND, "change_case:english_capital", "change_case:english_lowercase"}
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ def _constraint(kind: object, given: object) -> Constraint:
         form = _forms(kind).get(name)
         if form in _IS_OF and not _IS_OF[form](value):
             raise ValueError(f"the argument {name} of {kind} is {value!r}, and not {_IN_WORDS[form]}")
+        arguments[name] = int(value) if form is int else value  # JSON of some programs has 3.0
+    if arguments.get("nth_paragraph", 1) < 1:
+        raise ValueError(f"nth_paragraph is {arguments['nth_paragraph']}; the first paragraph is 1")
     return Constraint(kind, arguments)
 
 
@@ -107,7 +111,7 @@ def _is_text(value: object) -> bool:
 
 _IS_OF: dict[object, Callable[[Any], bool]] = {
     str: _is_text,
-    int: lambda value: isinstance(value, int | float) and value == int(value) and not isinstance(value, bool),
+    int: lambda value: not isinstance(value, bool) and isinstance(value, int | float) and float(value).is_integer(),
     Sequence[str]: lambda value: isinstance(value, list | tuple) and bool(value) and all(map(_is_text, value)),
 }
 _IN_WORDS: dict[object, str] = {str: "a text", int: "a whole number", Sequence[str]: "a list of texts"}

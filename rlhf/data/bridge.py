@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf.data.conversation import Message, assistant_turn
+from rlhf.data.conversation import Message, assistant_turn, with_marks
 from rlhf.data.rows import BadRow
 from rlhf.data.templates import TemplateRenderer, turn_end_id
 from rlhf.data.tokenizer import Encoder
@@ -51,8 +51,11 @@ class Bridge:
         else:
             messages = [{"role": role, "content": observation}] if isinstance(observation, str) else list(observation)
             written = _difference(self.encoder, self._messages(messages), 0)
-            return [*end, *self.encoder.written(written, [message.get("content") for message in messages])]
-        if not any(special in text for special in self.encoder.template.specials):
+            marked, contents = with_marks(messages)
+            if not self.encoder.spells_specials(contents):
+                return [*end, *self.encoder.continuation(written)]
+            return [*end, *self.encoder.written(written, _difference(self.encoder, marked, 0), contents)]
+        if not self.encoder.spells_specials([text]):
             return [*end, *self.encoder.continuation(head + text + tail)]
         ids = self.encoder.continuation(head) if head else []
         ids += self.encoder.without_specials(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -305,3 +306,29 @@ def segments(length: int, spans: Sequence[Span]) -> list[tuple[Span, bool]]:
     """Cut a text of `length` characters where spans begin and end; return each part and whether it is inside a span."""
     cuts = sorted({0, length, *(edge for span in spans for edge in span)})
     return [((a, b), any(start <= a and b <= end for start, end in spans)) for a, b in pairwise(cuts) if b > a]
+
+
+MARK = re.compile(r"content\d+of7c1e5f")
+
+
+def mark(number: int) -> str:
+    """Return a word in place of a message's content, which no template changes."""
+    return f"content{number}of7c1e5f"
+
+
+def with_marks(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
+    """Return the messages with `mark(i)` in place of each content, and the contents."""
+    marked, contents = list[Message](), list[str]()
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            marked.append({**message, "content": mark(len(contents))})
+            contents.append(content)
+        else:
+            marked.append(message)
+    return marked, contents
+
+
+def to_next_mark(text: str) -> str:
+    """Return the text before the next mark; all of it without one."""
+    return MARK.split(text, maxsplit=1)[0]

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.tokenization_python import PythonBackend, Trie
 
 from rlhf.config.data import ChatFormat
-from rlhf.data.conversation import Message, Prompt, segments
+from rlhf.data.conversation import Message, Prompt, mark, segments, to_next_mark
 from rlhf.data.paths import looks_local, missing
 from rlhf.data.rows import DataRow, RowCounts
 from rlhf.data.templates import Rendered, Template, Tools, choose_template, is_written_out, render, turn_end_id
@@ -517,31 +517,32 @@ class Encoder:
         (ids,) = self._tokenize_continuations([text])
         return self.text(text) if ids is None else ids
 
-    def prompt_with(self, rendered: Rendered, contents: Sequence[object]) -> list[int]:
-        """Encode a prompt; special tokens that one of these contents spells out are ordinary text."""
-        if not any(self._spells_specials(content) for content in contents):
-            return self.prompts([rendered])[0]
-        ids = self.written(rendered.prompt, contents, starts=True)
+    def prompt_with(self, rendered: Rendered, marked: str, contents: Sequence[str]) -> list[int]:
+        """Encode a prompt as `written` does."""
+        ids = self.written(rendered.prompt, marked, contents, starts=True)
         return ids if rendered.templated else self._add_prefix(ids)
 
-    def written(self, text: str, contents: Sequence[object], *, starts: bool = False) -> list[int]:
-        """Encode the template's text for messages; a content in it that spells special tokens is ordinary text.
+    def written(self, text: str, marked: str, contents: Sequence[str], *, starts: bool = False) -> list[int]:
+        """Encode the template's text for messages; special tokens that a content of theirs spells are ordinary text.
 
         Args:
             text: the text.
-            contents: of its messages, in their order.
+            marked: the template's text for the same messages with `mark(i)` in place of content i.
+            contents: of the messages.
             starts: whether the text continues no other.
         """
         ids: list[int] = []
-        for content in contents:
-            if not isinstance(content, str) or not self._spells_specials(content):
+        for number, content in enumerate(contents):
+            before, is_there, rest = marked.partition(mark(number))
+            if not is_there:  # the template leaves it out
                 continue
             forms = (content, content.strip(), json.dumps(content, ensure_ascii=False)[1:-1])  # as templates write it
-            form = min((form for form in forms if form in text), key=text.index, default="")
-            if not form:  # the template has no place for it
-                continue
-            before, _, text = text.partition(form)
+            after = to_next_mark(rest)
+            form = next((form for form in forms if text.startswith(before + form + after)), None)
+            if form is None:  # the template changes it
+                break
             ids += self._piece(before, starts and not ids) + self.without_specials(form)
+            text, marked = text[len(before + form) :], rest
         return ids + self._piece(text, starts and not ids)
 
     def _piece(self, text: str, starts: bool) -> list[int]:
@@ -549,8 +550,9 @@ class Encoder:
             return []
         return self.text(text) if starts else self.continuation(text)
 
-    def _spells_specials(self, content: object) -> bool:
-        return isinstance(content, str) and any(token in content for token in self.template.specials)
+    def spells_specials(self, contents: Sequence[str]) -> bool:
+        """Return whether one of the texts spells a special token."""
+        return any(token in content for content in contents for token in self.template.specials)
 
     def without_specials(self, text: str) -> list[int]:
         """Encode a text that continues another one; special tokens that it spells out are ordinary text."""

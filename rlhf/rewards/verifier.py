@@ -347,7 +347,7 @@ class VerifierReward:
         example = f"{outcomes[first].message}, for the completion {quoted(completions[first])}" if outcomes else ""
         if True in failed and not self._has_warned:
             self._has_warned = True
-            counted = "a grading failed and scores like a wrong answer (`verifier/error` counts them): "
+            counted = "a grading failed, is counted, and scores like a wrong answer: "
             self.warn(example if self.source.max_failures == 1 else counted + example)
         if count < FEWEST_FAILURES or count <= self.source.max_failures * len(window):
             return

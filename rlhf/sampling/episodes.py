@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf.batching import concat, extend
 from rlhf.data.bridge import make_bridge, writes_tools
-from rlhf.data.conversation import Message
+from rlhf.data.conversation import Message, mark, with_marks
 from rlhf.data.prompts import CONVERSATION, MESSAGES, SOURCE, own_prompt
 from rlhf.data.rows import BadRow
 from rlhf.data.tokenizer import Encoder, left_pad
@@ -228,15 +228,21 @@ class EpisodeSampler:
         episode.tools = answer.tools
         native = self._writes_tools(answer.tools)
         guide = "" if native or not answer.tools else tool_guide(answer.tools)
-        prompt = self._first_prompt(episode.reference, answer.observation, guide)
+        tools = answer.tools if native else ()
         try:
-            rendered = self.encoder.render(prompt, tools=answer.tools if native else ())
+            rendered = self.encoder.render(
+                self._first_prompt(episode.reference, answer.observation, guide), tools=tools
+            )
         except BadRow as error:
             raise ConfigError(f"the chat template refuses the first observation: {error}") from error
-        episode.reference = {**episode.reference, "prompt": rendered.prompt}
         observed = answer.observation
-        contents = [observed] if isinstance(observed, str) else [message.get("content") for message in observed]
-        ids = self.encoder.prompt_with(rendered, contents)
+        marked, contents = (mark(0), [observed]) if isinstance(observed, str) else with_marks(observed)
+        if self.encoder.spells_specials(contents):
+            places = self.encoder.render(self._first_prompt(episode.reference, marked, guide), tools=tools)
+            ids = self.encoder.prompt_with(rendered, places.prompt, contents)
+        else:
+            (ids,) = self.encoder.prompts([rendered])
+        episode.reference = {**episode.reference, "prompt": rendered.prompt}
         if self.context is not None and len(ids) + self.max_new_tokens > self.context:
             episode.stop = StopReason.CONTEXT
             return

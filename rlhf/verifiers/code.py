@@ -194,7 +194,7 @@ def make_tests(tests: object, entry_point: str | None) -> Tests:
     except SyntaxError as error:
         raise ValueError(f"the row's tests are no Python code: {error}") from error
     imports = _take_imports(tree)
-    has_check = "check" in variables or any(getattr(node, "name", None) == "check" for node in tree.body)
+    has_check = any("check" in (getattr(node, "name", ""), getattr(node, "id", "")) for node in ast.walk(tree))
     calls = [f"check({entry_point})"] if entry_point and has_check else []
     calls += [f"{name}()" for name in _uncalled_tests(tree)]
     tree.body += ast.parse("\n".join(calls)).body

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from rlhf.constraints.checks import require_langdetect
-from rlhf.constraints.reward import ARGUMENTS_COLUMN, KIND_COLUMN, LANGUAGE_KIND, read_constraints, verify
+from rlhf.constraints.reward import ARGUMENTS_COLUMN, DETECTING_KINDS, KIND_COLUMN, read_constraints, verify
 from rlhf.verifiers.grader import GradeFunction, Grader, Row
 
 
@@ -19,8 +19,8 @@ class IfevalGrader(Grader):
     """Only a completion that follows every instruction earns 1; false: the share of those that it follows."""
 
     def check_row(self, row: Row) -> None:
-        """Check that the package that detects languages is there if the row asks for a language."""
-        if isinstance(kinds := row.get(KIND_COLUMN), list) and LANGUAGE_KIND in kinds:
+        """Check that the package that detects languages is there if an instruction of the row needs it."""
+        if isinstance(kinds := row.get(KIND_COLUMN), list) and DETECTING_KINDS.intersection(kinds):
             require_langdetect()
 
     def start(self) -> GradeFunction:

@@ -244,6 +244,7 @@ def test_the_launchers_own_words_are_not_the_error(tmp_path: Path) -> None:
     log.write_text(
         "W1129 00:31:57.000 12 torch/distributed/run.py:7] ****\nTraceback (most recent call last):\n"
         "ZeroDivisionError: division by zero\n"
+        "W1129 00:32:56.000 12 torch/distributed/elastic/multiprocessing/api.py:9] Sending process 3 closing signal\n"
         "E1129 00:32:57.000 12 torch/distributed/elastic/multiprocessing/api.py:9] failed (exitcode: 1) local_rank: 0\n"
         "Traceback (most recent call last):\n====\n"
     )
@@ -299,6 +300,7 @@ def test_a_run_and_a_comparison_do_not_share_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "compare"
     folder.mkdir()
     (folder / "config.yaml").write_text("{}")
+    (folder / "model").mkdir()
     with pytest.raises(ConfigError, match="compare holds a run: choose another out_dir"):
         compared(tree)
     (folder / "config.yaml").rename(folder / "compare.yaml")

@@ -302,13 +302,27 @@ def test_a_trial_whose_machine_fails_is_no_loss(tmp_path: Path, monkeypatch: pyt
     tree = of_dpo(tmp_path)
     with monkeypatch.context() as broken:
         broken.setattr(CostTracker, "spend", fails)
-        for _ in range(2):
-            with pytest.raises(UserError, match=r"1 of 3 trials .* not by their values\. .*trial 1, .*lost contact"):
-                compared(tree)
+        with pytest.raises(UserError, match=r"1 of 3 trials .* not by their values\. .*trial 1, .*lost contact"):
+            compared(tree)
     assert compared(tree)
     trial = tuning_of(tmp_path / "compare")["arms"]["dpo"]["trials"][1]
     assert trial["error"] is None
     assert None not in trial["scores"]
+
+
+def test_the_same_failure_twice_is_a_loss(tmp_path: Path) -> None:
+    def killed(cell: Cell, place: int) -> Ended:
+        if "trial-1" not in str(cell.folder):
+            return at_once(cell, place)
+        record_failure(cell.folder, "ended by SIGKILL")
+        return Ended("failed")
+
+    config = compare_config(of_dpo(tmp_path))
+    with pytest.raises(UserError, match="the same failure a second time is a loss"):
+        run_compare(config, beside=Path(), start=killed)
+    assert run_compare(config, beside=Path(), start=killed)
+    trial = tuning_of(tmp_path / "compare")["arms"]["dpo"]["trials"][1]
+    assert (trial["scores"], trial["error"]) == ([None], "ended by SIGKILL")
 
 
 # The plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -79,6 +80,17 @@ def test_language() -> None:
         (
             {"instruction_id_list": ["length_constraints:number_paragraphs"], "kwargs": [{"num_paragraphs": "3"}]},
             "'3', and not a whole number",
+        ),
+        (
+            {"instruction_id_list": ["length_constraints:number_paragraphs"], "kwargs": [{"num_paragraphs": math.inf}]},
+            "inf, and not a whole number",
+        ),
+        (
+            {
+                "instruction_id_list": ["length_constraints:nth_paragraph_first_word"],
+                "kwargs": [{"num_paragraphs": 2, "nth_paragraph": 0, "first_word": "a"}],
+            },
+            "nth_paragraph is 0; the first paragraph is 1",
         ),
     ],
 )

@@ -99,6 +99,11 @@ def test_a_model_does_not_differ_from_itself() -> None:
     assert summarize_suites([start], [start])["hh"]["accuracy"].gain == Interval(0.0, 0.0, 0.0)
 
 
+def test_seeds_that_differ_are_resampled() -> None:
+    arm, start = ([suite_scores(share, 12) for share in (1.0, 0.0)] for _ in range(2))
+    assert summarize_suites(arm, start)["hh"]["accuracy"].gain == Interval(0.0, 0.0, 0.0)
+
+
 @given(st.integers(1, 200), st.data())
 def test_wilson_holds_the_share_and_mirrors(total: int, data: st.DataObject) -> None:
     successes = data.draw(st.integers(0, total))

@@ -86,7 +86,7 @@ def _best_trial(cells: Sequence[Cell], tune: TuneConfig) -> int | None:
 
 
 def _check_all_over(cells: Sequence[Cell]) -> None:
-    """Check that no trial failed by anything but its values: a killed process, memory, a disk, a server.
+    """Check that no trial failed by anything but its values, for once: a killed process, memory, a disk, a server.
 
     Raises:
         UserError: one did; the same command tries it again before the next round.
@@ -95,7 +95,8 @@ def _check_all_over(cells: Sequence[Cell]) -> None:
     if left:
         raise UserError(
             f"{len(left)} of {len(cells)} trials of this round of tuning failed, and not by their values. The same "
-            f"command tries them again. The first is {left[0].label}: {failure_of(left[0].folder)}"
+            "command tries them again; the same failure a second time is a loss. The first is "
+            f"{left[0].label}: {failure_of(left[0].folder)}"
         )
 
 
