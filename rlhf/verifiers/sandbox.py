@@ -58,7 +58,8 @@ class MontySandbox:
         import pydantic_monty
 
         self._monty = pydantic_monty
-        self._pool = pydantic_monty.Monty().__enter__()
+        # A worker that is deaf to its own limit, as while it prints, is killed; twice `run_s` stays below `timeout_s`.
+        self._pool = pydantic_monty.Monty(request_timeout=limits.seconds + 0.5).__enter__()
         self._limits: Any = {
             "max_feed_duration_secs": limits.seconds,
             "max_memory": limits.memory_mb * MIB,
@@ -89,7 +90,7 @@ def _ignore(*_: object) -> None:
 def _state_of(message: str, program: str) -> State:
     """Tell from an error of monty whether the program is wrong, or monty lacks something."""
     kind, _, rest = message.partition(":")
-    if kind == "TimeoutError" and "time limit" in rest:
+    if (kind == "TimeoutError" and "time limit" in rest) or "exceeding request timeout" in message:
         return "timeout"
     if kind in ("ModuleNotFoundError", "ImportError", "NotImplementedError") or "has no attribute" in rest:
         return "unsupported"

@@ -16,7 +16,7 @@ from rlhf.config.load import validate
 from rlhf.errors import ConfigError
 from rlhf.verifiers import code
 from rlhf.verifiers.code import CodeGrader, extract_program, make_tests
-from rlhf.verifiers.sandbox import BubblewrapSandbox, Limits, MontySandbox, no_new_processes
+from rlhf.verifiers.sandbox import BubblewrapSandbox, Limits, MontySandbox, _state_of, no_new_processes
 
 TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
 LIMITS = Limits(1.0, 256)
@@ -323,6 +323,13 @@ def test_the_entry_point_and_test_functions_are_called() -> None:
         run_tests(both, lambda x: 2)
     called = "def test_one():\n    assert f(1) == 2\ntest_one()"
     assert make_tests(called, None).definition.count("test_one()") == 2  # its definition and its call
+
+
+def test_a_worker_that_was_killed_ran_out_of_time() -> None:
+    assert (
+        _state_of("monty worker killed after exceeding request timeout of 3s", "while True:\n    print(1)") == "timeout"
+    )
+    assert _state_of("monty worker died", "x = 1") == "unsupported"
 
 
 def test_null_columns_mean_none_and_a_missing_one_is_named() -> None:
