@@ -179,7 +179,8 @@ class ProcessGrader:
 
     def _checked(self, grades: Any, steps: Sequence[str]) -> list[float]:
         try:
-            values = [] if isinstance(grades, Mapping | str | bytes) else [float(value) for value in grades]
+            is_numbers = not isinstance(grades, Mapping | str | bytes)
+            values = [float(value) for value in grades if not isinstance(value, str)] if is_numbers else []
         except (TypeError, ValueError):  # nothing, or no numbers
             values = []
         if len(values) != len(steps) or not all(map(math.isfinite, values)):

@@ -99,7 +99,7 @@ def test_a_function_may_reward_each_token() -> None:
 
 @pytest.mark.parametrize(
     "grades",
-    [[1.0], [1.0, float("nan")], [], None, [None, 1.0], [[1.0, 2.0], 3.0], {1: 0.5, 2: 0.5}, "12", b"ab"],
+    [[1.0], [1.0, float("nan")], [], None, [None, 1.0], [[1.0, 2.0], 3.0], {1: 0.5, 2: 0.5}, "12", b"ab", ["1", "2"]],
 )
 def test_a_step_without_a_grade_is_an_error(grades: Any) -> None:
     batch = completions_of([[7]], [[3, 9, 5, EOS]])
