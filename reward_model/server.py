@@ -23,9 +23,10 @@ from transformers import PreTrainedTokenizerBase
 from reward_model.model import score_rows
 from reward_model.source import OWN_TEMPLATE, encode_rows, render_for_reward_model, truncate_row
 from rlhf.config.data import ChatFormat
-from rlhf.data.conversation import is_messages, messages
+from rlhf.data.conversation import is_messages, messages, tools_of
 from rlhf.data.prompts import MESSAGES
 from rlhf.data.rows import BadRow
+from rlhf.data.templates import Tools
 from rlhf.data.tokenizer import left_pad, make_encoder, right_pad, vocabulary_digest
 from rlhf.errors import DataError, RewardError
 from rlhf.models.backbone import context_length, freeze
@@ -204,6 +205,7 @@ class ScoreRequest:
     finished: list[bool]
     tokens: RequestTokens | None
     messages: tuple[object, ...] = ()  # per prompt, the conversation that it was rendered from, or None
+    tools: tuple[Tools, ...] = ()  # per prompt, the schemas of the tools in it
 
 
 TokenRow = tuple[list[int], list[int]]  # the token ids of a prompt and of its completion
@@ -247,7 +249,8 @@ class TextScorer:
             rows = list(zip(sent.prompts, sent.completions, strict=True))
         else:
             messages = question.messages or [None] * len(question.prompts)
-            texts = zip(question.prompts, question.completions, messages, strict=True)
+            tools = question.tools or [()] * len(question.prompts)
+            texts = zip(question.prompts, question.completions, messages, tools, strict=True)
             rendered = [render_for_reward_model(self.encoder, *row) for row in texts]
             rows = list(zip(*encode_rows(self.encoder, rendered, question.finished), strict=True))
         parts: Parts = {}
@@ -303,25 +306,28 @@ def parse_request(body: Any) -> ScoreRequest:
         finished = [True] * len(prompts)
     if not _is_list(finished, bool) or len(finished) != len(prompts):
         raise DataError(f"finished must be a list of {len(prompts)} booleans, one a completion")
+    sent, tools = _conversations(body.get("references"), len(prompts))
     return ScoreRequest(
         prompts=prompts,
         completions=completions,
         finished=finished,
         tokens=_tokens(body, len(prompts)),
-        messages=_messages(body.get("references"), len(prompts)),
+        messages=sent,
+        tools=tools,
     )
 
 
-def _messages(references: Any, count: int) -> tuple[object, ...]:
-    """Return each prompt's messages from the references, if these were sent."""
+def _conversations(references: Any, count: int) -> tuple[tuple[object, ...], tuple[Tools, ...]]:
+    """Return each prompt's messages and tools from the references, if these were sent."""
     if not isinstance(references, list) or len(references) != count:
-        return ()
-    sent = [row.get(MESSAGES) if isinstance(row, dict) else None for row in references]
+        return (), ()
+    rows = [row if isinstance(row, dict) else {} for row in references]
     try:
-        return tuple(
-            messages(turns, f"references[{number}].{MESSAGES}") if is_messages(turns) else None
-            for number, turns in enumerate(sent)
+        turns = tuple(
+            messages(row[MESSAGES], f"references[{number}].{MESSAGES}") if is_messages(row.get(MESSAGES)) else None
+            for number, row in enumerate(rows)
         )
+        return turns, tuple(map(tools_of, rows))
     except BadRow as bad:
         raise DataError(str(bad)) from bad
 

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from reward_model.model import score_rows
 from rlhf.config.data import ChatFormat
+from rlhf.data.conversation import tools_of
 from rlhf.data.prompts import MESSAGES
 from rlhf.data.rows import BadRow
-from rlhf.data.templates import Rendered
+from rlhf.data.templates import Rendered, Tools
 from rlhf.data.tokenizer import Encoder, left_pad, load_tokenizer, make_encoder, right_pad, shares_vocabulary
 from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.backbone import context_length, freeze
@@ -143,7 +144,9 @@ class RewardModelSource:
     def _reencode(self, batch: Completions) -> Completions:
         answers = decode(batch, self.policy_tokenizer).completions
         rendered = [
-            render_for_reward_model(self.encoder, self._decode(ids[live].tolist()), answer, reference.get(MESSAGES))
+            render_for_reward_model(
+                self.encoder, self._decode(ids[live].tolist()), answer, reference.get(MESSAGES), tools_of(reference)
+            )
             for ids, live, answer, reference in zip(
                 batch.prompt_ids, batch.prompt_mask, answers, batch.references, strict=True
             )
@@ -221,7 +224,9 @@ def truncate_row(
     return first + (prompt[-keep:] if keep else []), completion
 
 
-def render_for_reward_model(encoder: Encoder, prompt: str, completion: str, messages: object) -> Rendered:
+def render_for_reward_model(
+    encoder: Encoder, prompt: str, completion: str, messages: object, tools: Tools = ()
+) -> Rendered:
     """Render a prompt and its completion for a reward model, by its chat template if the prompt is a conversation.
 
     A text that is the user's one message as well stays as it is if the template's turns are written out in it.
@@ -233,7 +238,7 @@ def render_for_reward_model(encoder: Encoder, prompt: str, completion: str, mess
     if encoder.template.source is None or not isinstance(messages, list) or is_written_out:
         return Rendered(prompt, (completion,), templated=False)
     try:
-        return encoder.render(messages, [completion])
+        return encoder.render(messages, [completion], tools=tools)
     except BadRow as bad:
         raise RewardError(
             f"{bad} (the reward model's template): give prompts that it takes, such as some without a system prompt"

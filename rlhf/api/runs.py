@@ -48,13 +48,16 @@ from rlhf.config.presets import get_setting, release_held_out
 from rlhf.config.run import ALGORITHM
 from rlhf.config.sections import OfflineConfig, RewardModelConfig
 from rlhf.data.paths import check_files, check_targets, resolve_best
+from rlhf.data.tokenizer import ADAPTER
 from rlhf.errors import ConfigError, called_from_python
 from rlhf.factory.evaluation import START, PolicyComparison, compare_models, evaluate_suite, load_model_for_suite
 from rlhf.factory.exported import rounded_models
 from rlhf.factory.reward_card import compute_report_card
 from rlhf.factory.sampler import NO_TEMPLATE, Completer
 from rlhf.lab.build import resolve_lab_paths
-from rlhf.models.folders import MODEL
+from rlhf.models.folders import MODEL, member_folders
+from rlhf.models.scalar_adapters import merged_classifier
+from rlhf.models.scalar_head import load_reward_heads
 from rlhf.plugins import as_settings, sections_in
 from rlhf.report.terminal import Terminal
 from rlhf.runtime.distributed import is_main_process
@@ -82,7 +85,8 @@ class RunResult:
     @cached_property
     def metrics(self) -> pd.DataFrame:
         """Return the metrics, one row for each logged step."""
-        return pd.DataFrame(RunFolder(self.folder).read_metrics()).set_index("step")
+        rows = RunFolder(self.folder).read_metrics()
+        return pd.DataFrame(rows, columns=None if rows else ["step"]).set_index("step")
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -90,6 +94,8 @@ class RunResult:
         config = RunFolder(self.folder).read_config()
         kind: Any = AutoModelForCausalLM
         if "policy" not in config:
+            if (self.model_folder / ADAPTER).is_file():
+                return merged_classifier(load_reward_heads(str(self.model_folder), self.tokenizer))
             grades_steps = config.get("process") is not None
             kind = AutoModelForTokenClassification if grades_steps else AutoModelForSequenceClassification
         model: PreTrainedModel = kind.from_pretrained(self.model_folder)
@@ -110,6 +116,8 @@ class RunResult:
         """
         if not self.complete:
             raise ConfigError(f"the run in {self.folder} was interrupted: continue it with resume=True")
+        if members := member_folders(str(self.folder)):
+            raise ConfigError(f"{self.folder} is an ensemble: its models are in {members[0]} and the folders beside it")
         return self.folder / MODEL
 
     @property
@@ -625,8 +633,7 @@ def compare(
     Raises:
         UserError: a setting, a model, the data or a reward is wrong. An arm that fails is not an error.
     """
-    scorer = reward if judge is None else judge
-    if scorer is None:
+    if reward is None and judge is None:
         raise ConfigError("a comparison needs a reward or a judge: the score that decides")
     if completions is not None and budget is not None:
         raise ConfigError("completions and budget both limit the arms: give one of them")
@@ -659,15 +666,16 @@ def compare(
     base: Tree = {"policy": inputs.model(model, tokenizer), "data": data}
     if "algorithm" not in file:
         base["algorithm"] = {"preset": "grpo"}
-    if reward is not None:
-        base["reward"] = {"source": _importable(inputs.reward(reward))}
+    sources = {name: inputs.reward(source, name) for name, source in (("reward", reward), ("judge", judge)) if source}
+    if "reward" in sources:
+        base["reward"] = {"source": _importable(sources["reward"])}
     base = merge(merge(release_held_out(file, base), base), nested(settings, compare))
     comparison = compare_config(
         with_plugins(
             {
                 "base": str(inputs.folder / "base.yaml"),
                 "out_dir": str(inputs.folder),
-                "judge": _importable(inputs.reward(scorer, "judge")),
+                "judge": _importable(sources.get("judge", sources.get("reward", {}))),
                 "budget": dict(budget) if budget is not None else {"completions": completions},
                 "seeds": list(seeds),
                 "jobs": jobs,

@@ -12,12 +12,15 @@ from typing import Literal, NamedTuple, TypeVar
 from rlhf.comparison.plan import Cell
 from rlhf.comparison.trial import JUDGED
 from rlhf.config.compare import CellConfig
+from rlhf.config.data import DatasetConfig
+from rlhf.config.load import validate
 from rlhf.data.files import read_files
 from rlhf.data.paths import data_paths, model_paths, section_paths
 from rlhf.errors import ConfigError, DataError, ModelError, command_or_call
 from rlhf.models.folders import digest_of_model
 from rlhf.rewards.source import Source, sources_in
 from rlhf.section import Section, walk
+from rlhf.suites.suite import Suite, find_suite
 from rlhf.tracking.fingerprint import combine_digests, content_digest
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.user_code import files_of, source_of
@@ -63,8 +66,13 @@ def _reads(cell: CellConfig, key: str) -> bool:
     return cell.budget is not None or key.startswith(READ_BY_ALL)
 
 
+def _suites(cell: CellConfig) -> Iterator[Suite]:
+    yield from (validate(find_suite(name)[0], values) for name, values in cell.suites.items())
+
+
 def _model_paths(cell: CellConfig) -> Iterator[str]:
     yield from (path for key, path in model_paths(cell.train) if _reads(cell, key))
+    yield from (path for suite in _suites(cell) for _, path in suite.models())
     if cell.proxy is not None:
         yield from (path for _, source in sources_in(cell.proxy) for path in source.model_paths().values())
 
@@ -81,6 +89,8 @@ def _rows(cell: CellConfig) -> Iterator[_Rows]:
     yield from (_Rows(path, split) for key, path, split in data_paths(cell.train) if _reads(cell, key))
     if cell.train.data.eval_prompts is not None:  # read by the judge, also if the run does not
         yield from (_Rows(path, split) for _, path, split in section_paths(cell.train.data.eval_prompts, ""))
+    sections = (section for suite in _suites(cell) for _, section in walk(suite))
+    yield from (_Rows(rows.path, rows.split) for rows in sections if isinstance(rows, DatasetConfig) and rows.path)
 
 
 def _digest_of_rows(rows: _Rows) -> str | None:
@@ -92,9 +102,9 @@ def _digest_of_rows(rows: _Rows) -> str | None:
 def _code(cell: CellConfig) -> Iterator[tuple[str, str]]:
     """Yield each file, or function given as an object, with the digest of its source."""
     proxy: Iterable[tuple[str, Section]] = () if cell.proxy is None else walk(cell.proxy, "reward.source")
-    for key, section in chain(walk(cell.train), proxy):
-        if not _reads(cell, key):
-            continue
+    suites = chain.from_iterable(map(walk, _suites(cell)))
+    read = (section for key, section in chain(walk(cell.train), proxy) if _reads(cell, key))
+    for section in chain(read, (section for _, section in suites)):
         target = str(getattr(section, "target", ""))
         files = [*files_of(target).values(), *(section.code_files().values() if isinstance(section, Source) else ())]
         yield from ((str(file), content_digest(file)) for file in files)

@@ -115,7 +115,8 @@ def judge_model(cell: CellConfig, path: str | None) -> Judgment:
     metrics: dict[str, float | None] = dict(evaluation.metrics)
     if cell.proxy is not None:
         proxy = build_source(cell.proxy, tokenizer, make_engine(train.run), leaves_out=True)(evaluation.rollout)
-        metrics["eval/proxy"] = float(_known(proxy).mean())
+        known = proxy.values[~proxy.values.isnan()].double()
+        metrics["eval/proxy"] = float(known.mean()) if len(known) else None
         values = proxy.values.tolist()
         records = [{**record, "proxy": to_json(value)} for record, value in zip(records, values, strict=True)]
     return Judgment(metrics, records)
@@ -487,13 +488,13 @@ def paired_difference(
 ) -> Interval | None:
     """Compute the mean of `results` less `others` in a figure, seed by seed and row by row, and its interval.
 
-    None unless both have a number for each row of every seed. If each side has one value in all
-    rows, all resamples are alike: the interval is then made of the two sides' own.
+    None unless both have a number for each row of every seed, and all seeds the same count of rows. If each side has
+    one value in all rows, all resamples are alike: the interval is then made of the two sides' own.
     """
     after = [result.rows.get(name) for result in results]
     before = [other.rows.get(name) if other is not None else None for other in others]
     pairs = [(a, b) for a, b in zip(after, before, strict=True) if a is not None and b is not None and len(a) == len(b)]
-    if len(pairs) < len(after):
+    if len(pairs) < len(after) or len({len(rows) for rows, _ in pairs}) > 1:
         return None
     differences = [torch.tensor(a, dtype=torch.float64) - torch.tensor(b, dtype=torch.float64) for a, b in pairs]
     difference = bootstrap_crossed(torch.stack(differences))

@@ -106,6 +106,10 @@ class TrainableDataConfig(DatasetConfig):
             raise ValueError(problem)
         if not self.stream and "shuffle_buffer" in self.model_fields_set and self.shuffle_buffer != 4096:
             raise ValueError("shuffle_buffer needs streamed data: set stream=true, or remove it")
+        if self.is_plain and self.at_end == "stop":
+            raise ValueError(
+                "at_end=stop needs sources or streamed data: set stream=true, or schedule.epochs=1 instead"
+            )
         if self.part is not None and self.part[0] >= self.part[1]:
             raise ValueError(f"part is {list(self.part)}: its first number has to be the smaller, as in [0, 0.5]")
         return self

@@ -111,10 +111,20 @@ def _parse_message(item: object, name: str) -> Message:
     }
     if "tool_calls" in extras:
         extras["tool_calls"] = _parse_tool_calls(extras["tool_calls"])
+    _check_texts(extras, f"a field of a message of {name}")
     content = item.get("content", item.get("value"))
     if content is None and "tool_calls" in extras:
         content = ""
     return {"role": standard_role, "content": _parse_content(content, f"content of a message of {name}"), **extras}
+
+
+def _check_texts(value: object, name: str) -> None:
+    """Check that all texts in a JSON value are valid Unicode, since a template may write them."""
+    if isinstance(value, str):
+        as_text(value, name)
+    elif isinstance(value, dict | list):
+        for part in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check_texts(part, name)
 
 
 def _parse_content(value: object, name: str) -> str:
@@ -178,6 +188,7 @@ def tools_of(values: Mapping[str, object]) -> tuple[dict[str, Any], ...]:
     tools = _decode_json(value, "tools") if isinstance(value, str) else value
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow("tools is not a list of JSON schemas", describe_value(value))
+    _check_texts(tools, "tools")
     return tuple(tools)
 
 

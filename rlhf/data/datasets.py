@@ -16,7 +16,7 @@ from rlhf.config.data import DatasetConfig, TrainableDataConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
 from rlhf.data.formats import ASSISTANT, Completion, RowFormats, is_transcript
-from rlhf.data.rows import SYSTEM_LEFT_OUT, BadRow, DataRow, RowCounts, is_in_part
+from rlhf.data.rows import SYSTEM_LEFT_OUT, BadRow, DataRow, RowCounts, is_in_part, no_row_in_part
 from rlhf.data.templates import Rendered
 from rlhf.data.tokenizer import Encoder
 from rlhf.errors import DataError
@@ -190,11 +190,7 @@ class RowPipeline(Generic[T, S]):
         read = self.use.read(rows, skips, turns=self.makes_turns)
         entries = list(self.encode(read, skips, limit=config.limit))
         if not skips.used and self.config.part is not None and given > skips.skipped_everywhere:
-            low, high = self.config.part
-            raise DataError(
-                f"{config.path}: no usable row is in part [{low:g}, {high:g}] of data.holdout: the file is small. Set "
-                "a larger data.holdout, the path of held-out rows (data.eval_...path), or data.holdout=null"
-            )
+            raise no_row_in_part(config.path, self.config.part)
         skips.require_rows()
         skips.digest = digest_of(entries)
         return entries, skips

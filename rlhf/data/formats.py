@@ -276,7 +276,7 @@ def completion_demo(values: Values, *, turns: bool, prompt: str, completion: str
 
     With it, a model would learn to end in the middle of a sentence: every completion is followed by EOS.
     """
-    if values.get("finished") is False:
+    if str(values.get("finished")).strip().lower() in ("false", "0"):  # a table's cells are text
         raise BadRow(f"{completion} was cut before it ended (finished: false)")
     question = _read_prompt(values, prompt, turns=turns)
     answer, answer_messages = _read_completion(values, completion)

@@ -38,6 +38,15 @@ def place_of(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:6], "big") / 2**48
 
 
+def no_row_in_part(path: str, part: tuple[float, float]) -> DataError:
+    """Return the error of a file whose rows are all in the other part of data.holdout."""
+    low, high = part
+    return DataError(
+        f"{path}: no usable row is in part [{low:g}, {high:g}] of data.holdout: the file is small. Set a larger "
+        "data.holdout, the path of held-out rows (data.eval_...path), or data.holdout=null"
+    )
+
+
 def is_in_part(text: str, part: tuple[float, float] | None) -> bool:
     """Return whether the place of a text is in a part of [0, 1); None is the whole."""
     return part is None or part[0] <= place_of(text) < part[1]

@@ -16,8 +16,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PreferencesConfig
+from rlhf.data.conversation import as_text
 from rlhf.data.files import load_rows
-from rlhf.data.rows import BadRow, DataRow, RowCounts, is_in_part
+from rlhf.data.rows import BadRow, DataRow, RowCounts, is_in_part, no_row_in_part
 from rlhf.data.tokenizer import left_pad, length_limit, pad_id, right_pad, right_pad_flags
 from rlhf.errors import DataError
 from rlhf.types import LabelledSteps
@@ -117,6 +118,7 @@ def load_steps(
     limit = length_limit(config.max_tokens, context, config.too_long)
     rows: list[EncodedSteps] = []
     texts: list[StepText] = []
+    apart = 0  # rows of the other part
     digest = hashlib.sha256()
     for row in load_rows(config, skips):
         if config.limit is not None and len(rows) == config.limit:
@@ -127,6 +129,7 @@ def load_steps(
             skips.add(row, bad.reason, bad.detail)
             continue
         if not is_in_part(text.prompt, config.part):
+            apart += 1
             continue
         encoded = encoder.encode(text.prompt, text.steps)
         excess = limit.tokens_to_cut(row, len(encoded.prompt) + len(encoded.completion), skips)
@@ -144,6 +147,8 @@ def load_steps(
         skips.used += 1
         rows.append(encoded)
         texts.append(text)
+    if apart and not rows and config.part is not None:
+        raise no_row_in_part(config.path, config.part)
     skips.require_rows()
     skips.digest = digest.hexdigest()
     return StepSet(tuple(rows), tuple(texts), pad_id(tokenizer), skips)
@@ -162,10 +167,10 @@ def read_steps(row: DataRow, separator: str) -> StepText:
         raise BadRow("without a list of steps in the column completions")
     if not isinstance(labels, list) or len(labels) != len(steps):
         raise BadRow("without one label for each step in the column labels")
-    steps = [step.strip() for step in steps]
+    steps = [as_text(step, "completions").strip() for step in steps]
     if any(separator in step for step in steps):
         raise BadRow(f"with process.separator ({separator!r}) within a step, which would be read as two")
-    return StepText(prompt, tuple(steps), tuple(_read_label(label) for label in labels))
+    return StepText(as_text(prompt, "prompt"), tuple(steps), tuple(_read_label(label) for label in labels))
 
 
 def _read_label(label: object) -> float:

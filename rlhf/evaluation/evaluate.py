@@ -104,8 +104,9 @@ def evaluate_policy(
     if models.has_reference:
         metrics |= _reference_metrics(rollout, exact_kl)
     if proxy is not None:
-        proxies = filled(of_counted(completions, proxy(completions)))
-        metrics["eval/proxy"] = float(proxies.values.double().mean())
+        proxies = of_counted(completions, proxy(completions)).values.double()
+        if not proxies.isnan().all():  # a verifier may apply to no held-out row
+            metrics["eval/proxy"] = float(proxies[~proxies.isnan()].mean())
     if cost is not None:
         costs = of_counted(completions, cost(completions)).values.double()
         metrics |= _mean_and_error("eval/cost", costs[~costs.isnan()])  # NaN: no verifier applies

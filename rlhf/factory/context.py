@@ -317,8 +317,11 @@ class RunContext:
         return save_all
 
     def saved_positions(self, section: str) -> Mapping[str, Any]:
-        """Return where the streamed sources of a section were at the checkpoint to resume from; empty without any."""
-        file = None if self.resume is None else self.resume / POSITIONS
+        """Return where the streamed sources of a section were at the checkpoint to resume from; empty without any.
+
+        With other settings other rows may be usable, so that they are counted again.
+        """
+        file = None if self.resume is None or self.is_other_run else self.resume / POSITIONS
         if file is None or not file.is_file():
             return {}
         positions: dict[str, Mapping[str, Any]] = json.loads(file.read_text(encoding="utf-8"))

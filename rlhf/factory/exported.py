@@ -13,10 +13,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config.load import dump, load_run
-from rlhf.config.sections import RewardModelConfig, TrainConfig
+from rlhf.config.sections import PolicyConfig, RewardModelConfig, TrainConfig
 from rlhf.config.weights import Export
 from rlhf.data.paths import resolve_best
-from rlhf.data.tokenizer import locate_model
+from rlhf.data.tokenizer import ADAPTER, locate_model
 from rlhf.errors import ConfigError, ModelError
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, merged_copy, save_model
@@ -126,6 +126,21 @@ def note_export(session: Session) -> None:
     text = None if record is None else record.summary()
     if text is not None:
         session.recorder.note(text)
+
+
+def kept_export_note(model: Path, policy: PolicyConfig) -> str | None:
+    """Return a warning if the best checkpoint was exported with other settings, when it was kept, than those now."""
+    record, kind = read_export(model), "merged"
+    if (model / ADAPTER).is_file() or model.with_name(ADAPTER_FOLDER).is_dir():
+        kind = "adapter" if (model / ADAPTER).is_file() else "both"
+    kept = {"export_dtype": policy.export_dtype if record is None else record.asked, "export": kind}
+    other = [f"policy.{key}={value}" for key, value in kept.items() if getattr(policy, key) != value]
+    if not other:
+        return None
+    return (
+        f"warning: the best checkpoint was exported with {' and '.join(other)} when it was kept, and stays so. "
+        "checkpoint.best.restore=false exports the last checkpoint, with the settings of now"
+    )
 
 
 def rounded_inputs(config: TrainConfig | RewardModelConfig) -> list[str]:

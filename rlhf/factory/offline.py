@@ -210,6 +210,11 @@ def labelled_task(
     feed: TrainingData[AnnotatedLabelledCompletions]
     if config.preference_data.is_plain:
         rows = judgments.load(preference_pipeline, config.preference_data)
+        if isinstance(rows, LabelledSet) and len({text.desirable for text in rows.texts}) == 1:
+            context.notes.append(
+                f"warning: all rows of data.preferences have label={str(rows.texts[0].desirable).lower()}: KTO learns "
+                "from the difference between desirable and undesirable completions, so give rows of both kinds"
+            )
         train = judgments.annotate.labelled(rows, judgments.rows_read)
         feed = TrainingData.of(judgments.stream(train))
     else:

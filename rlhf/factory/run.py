@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from rlhf.config.sections import OnlineConfig, TrainConfig
-from rlhf.factory.exported import note_export
+from rlhf.config.sections import OnlineConfig, PolicyConfig, TrainConfig
+from rlhf.factory.exported import kept_export_note, note_export
 from rlhf.factory.offline import build_offline
 from rlhf.factory.online import build_online
 from rlhf.models.folders import ADAPTER_FOLDER, MODEL
@@ -42,6 +42,7 @@ class TrainingRun:
 
     run: OnlineRun | OfflineRun
     loop: Callable[[], None]
+    policy: PolicyConfig
 
     @property
     def session(self) -> Session:
@@ -84,6 +85,8 @@ class TrainingRun:
                 record.write(folder.parent)
 
         self.session.ranks.on_main(copy)
+        if note := kept_export_note(model, self.policy):
+            self.session.recorder.note(note)
 
 
 def build_run(config: TrainConfig, view: View | None = None) -> TrainingRun:
@@ -94,6 +97,6 @@ def build_run(config: TrainConfig, view: View | None = None) -> TrainingRun:
     """
     if isinstance(config, OnlineConfig):
         online = build_online(config, view)
-        return TrainingRun(online, partial(train, online))
+        return TrainingRun(online, partial(train, online), config.policy)
     offline = build_offline(config, view)
-    return TrainingRun(offline, partial(train_offline, offline))
+    return TrainingRun(offline, partial(train_offline, offline), config.policy)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import NamedTuple
 
-from rlhf.config.data import DatasetConfig
+from rlhf.config.data import DatasetConfig, TrainableDataConfig
 from rlhf.config.run import UNKNOWN_LENGTH
 from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, RunConfiguration
 from rlhf.guard.rule import EVERY, OFFLINE, ON_DATA, POLICY, outside
@@ -177,12 +179,12 @@ RUN_RULES = (
     Rule(
         name="lora-scale",
         level="warning",
-        runs=POLICY,
-        key="policy.lora.alpha / policy.lora.r",
+        runs=EVERY,
+        key="policy.lora.alpha / policy.lora.r (model.lora.alpha / model.lora.r)",
         violation=lora_scale,
         reason="alpha / r scales the adapter's output, so it acts as a second learning rate.",
         source="Hu et al. 2021, sec. 4.1; alignment-handbook: 1; Schulman et al. 2025 (LoRA without regret): alpha 32",
-        fix="policy.lora.alpha equal to policy.lora.r or twice that",
+        fix="lora.alpha equal to lora.r or twice that",
     ),
     Rule(
         name="adam-epsilon",
@@ -317,11 +319,17 @@ def held_out_is_training(config: RunConfiguration, facts: Facts) -> Value | None
     same = [
         held_out.path
         for held_out, training in _held_out(config)
-        if training is not None
-        and (held_out.path, held_out.split) == (training.path, training.split)
+        if isinstance(training, TrainableDataConfig)
+        and any(_place(held_out) == _place(source) for source in training.by_source("rows").values())
         and not _are_apart(held_out, training)
     ]
     return same[0] if same else None
+
+
+def _place(rows: DatasetConfig) -> tuple[str, str]:
+    """Return where rows are, alike however the path is written; a single file has no splits."""
+    path = Path(rows.path)
+    return (str(path.resolve()), "") if path.is_file() else (os.path.normpath(rows.path), rows.split)
 
 
 def _are_apart(held_out: DatasetConfig, training: DatasetConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf.config.data import DatasetConfig
@@ -26,7 +26,7 @@ class LabelGroup:
 
     prompt: Prompt
     completions: tuple[str, ...]
-    columns: dict[str, Any] = field(default_factory=dict)  # the other columns of its first row, for reward functions
+    columns: tuple[Mapping[str, Any], ...] = ()  # the row of each completion, for reward functions
 
     @property
     def prompt_text(self) -> str:
@@ -48,7 +48,7 @@ class LabelGroup:
         """Return a digest of prompt and completions, and of the other columns too if `columns` says so."""
         read = [self.prompt, self.completions, *([self.columns] if columns else [])]
         text = json.dumps(read, sort_keys=True, ensure_ascii=False, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
 
 
 def read_groups(config: DatasetConfig) -> tuple[list[LabelGroup], RowCounts]:
@@ -62,13 +62,14 @@ def read_groups(config: DatasetConfig) -> tuple[list[LabelGroup], RowCounts]:
     """
     counts = RowCounts(config.path, fatal=config.bad_rows == "error")
     rows = load_rows(config, counts)
-    grouped: dict[str, tuple[Prompt, dict[str, None], dict[str, Any]]] = {}
+    grouped: dict[str, tuple[Prompt, dict[str, Mapping[str, Any]]]] = {}
     for row, prompt, texts in _rows(rows, counts):
         key = json.dumps(prompt, sort_keys=True, ensure_ascii=False)
-        group = grouped.setdefault(key, (prompt, {}, dict(row.values)))
-        group[1].update(dict.fromkeys(texts))
+        group = grouped.setdefault(key, (prompt, {}))
+        for text in texts:
+            group[1].setdefault(text, row.values)
         counts.used += 1
-    groups = [LabelGroup(prompt, tuple(texts), columns) for prompt, texts, columns in grouped.values()]
+    groups = [LabelGroup(prompt, tuple(texts), tuple(texts.values())) for prompt, texts in grouped.values()]
     single = sum(len(group.completions) < FEWEST for group in groups)
     if single:
         counts.note(f"{single:,} prompts with a single completion are left out")
@@ -136,7 +137,7 @@ def read_human_pairs(config: DatasetConfig) -> tuple[list[LabelGroup], RowCounts
     counts = RowCounts(config.path, fatal=config.bad_rows == "error")
     groups = []
     for row, prompt, sides in _read(PAIRS, load_rows(config, counts), counts):
-        groups.append(LabelGroup(prompt, tuple(sides), dict(row.values)))
+        groups.append(LabelGroup(prompt, tuple(sides), (row.values,) * len(sides)))
         counts.used += 1
     counts.require_rows()
     return groups[: config.limit], counts

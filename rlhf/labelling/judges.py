@@ -100,9 +100,11 @@ class ScoreJudge(Judge):
             for group in groups:
                 rows = slice(start, start + len(group.completions))
                 start = rows.stop
-                failed = 0 if unreadable is None else int(unreadable[rows].sum())
-                answers = 0 if unreadable is None else len(group.completions)
-                verdicts.append(verdict_of_scores(scores.values[rows].tolist(), answers=answers, unreadable=failed))
+                values, failed, answers = scores.values[rows], 0, 0
+                if unreadable is not None:  # in training such an answer counts as the middle of the range
+                    values = values.masked_fill(unreadable[rows] > 0, math.nan)
+                    failed, answers = int(unreadable[rows].sum()), len(group.completions)
+                verdicts.append(verdict_of_scores(values.tolist(), answers=answers, unreadable=failed))
             return verdicts
 
         return ask
@@ -219,17 +221,21 @@ def group_completions(groups: Sequence[LabelGroup]) -> Completions:
         return encoded
 
     end = int(tokenizer.eos_token_id)
-    rows = [(group, text) for group in groups for text in group.completions]
+    rows = [
+        (group, text, columns)
+        for group in groups
+        for text, columns in zip(group.completions, group.columns or [{}] * len(group.completions), strict=True)
+    ]
     references = [
         {
-            **group.columns,
+            **columns,
             "prompt": group.prompt_text,
             MESSAGES: group.messages,
-            CONVERSATION: not isinstance(group.prompt, str) and not has_text_prompt(group.columns),
+            CONVERSATION: not isinstance(group.prompt, str) and not has_text_prompt(columns),
         }
-        for group, _ in rows
+        for group, _, columns in rows
     ]
-    prompts, answers = [ids(group.prompt_text) for group, _ in rows], [[*ids(text), end] for _, text in rows]
+    prompts, answers = [ids(group.prompt_text) for group, _, _ in rows], [[*ids(text), end] for _, text, _ in rows]
     return as_completions(prompts, answers, pad_id=end, references=references, finished=True)
 
 

@@ -141,7 +141,7 @@ class ChatModel:
             return answer
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"model": self.config.model, "answer": answer}, ensure_ascii=False) + "\n")
+        write_atomically(path, json.dumps({"model": self.config.model, "answer": answer}) + "\n")
         return answer
 
     def _parse_content(self, response: bytes) -> str:

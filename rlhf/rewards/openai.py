@@ -74,12 +74,13 @@ class ChatReward:
         hint = ": each completion is scored by itself; pairs are judged by `rlhf eval` with eval.judge"
         self.template = read_template(config.template, QUESTION, ("prompt", "completion"), section=section, hint=hint)
         self.config, self.tokenizer, self.model = config, tokenizer, model
+        self._has_been_read = False
 
     def __call__(self, completions: Completions) -> Scores:
         """Score each completion with a question to the model; an unreadable answer counts as the middle of the range.
 
         Raises:
-            RewardError: the endpoint fails, or none of its answers is readable.
+            RewardError: the endpoint fails, or none of its answers is readable and none was before.
         """
         texts, low, high = decode(completions, self.tokenizer), self.config.low, self.config.high
         answers = self.model.ask(
@@ -90,7 +91,9 @@ class ChatReward:
         )
         scores = [read_score(answer, low, high) for answer in answers]
         readable = [score is not None for score in scores]
-        check_readable(readable, answers, who=self.model.who, wanted=f"a number from {low:g} to {high:g}")
+        if not self._has_been_read:
+            check_readable(readable, answers, who=self.model.who, wanted=f"a number from {low:g} to {high:g}")
+        self._has_been_read |= any(readable)
         values = [(low + high) / 2 if score is None else score for score in scores]
         parts = {"unreadable": [0.0 if is_readable else 1.0 for is_readable in readable]}
         return checked_scores(values, parts, texts, who=self.model.who)

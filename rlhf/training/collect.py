@@ -18,7 +18,7 @@ from rlhf.algorithms.online import Online
 from rlhf.algorithms.rescue import Rescue
 from rlhf.batching import concat, extend
 from rlhf.config.sections import OnlineConfig
-from rlhf.errors import NonFiniteScores, RewardError, SamplingError
+from rlhf.errors import DataError, NonFiniteScores, RewardError, SamplingError
 from rlhf.rewards.verifier import GRADING
 from rlhf.runtime.seeding import derive_seed
 from rlhf.sampling.generate import repeat_rows
@@ -45,6 +45,7 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
     Raises:
         RewardError: the reward gave no scores; the run is saved as it was before the step.
         SamplingError: no server samples, or not with the trainer's weights; the run is saved likewise.
+        DataError: a streamed file has a malformed row that is fatal, or cannot be read; the run is saved likewise.
     """
     size, drawn = run.config.sampling.completions_per_prompt, list[Completions]()
     if run.episodes is not None:
@@ -67,7 +68,7 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
             run.queue.skip()
         run.session.report(counts(run) | _generated(drawn), tokens=0)
         return None
-    except (RewardError, SamplingError) as error:
+    except (DataError, RewardError, SamplingError) as error:
         raise run.session.save_and_explain(error) from error
     own = {} if run.episodes is None else run.episodes.take_metrics()
     for name, value in {**own, **_generated(drawn)}.items():

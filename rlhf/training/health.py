@@ -129,10 +129,13 @@ class HealthMonitor:
         for row in rows:
             self.watch.observe(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
 
+    def read_first_step(self, metrics: Mapping[str, float]) -> None:
+        """Note why nothing can be learned from the scores of the first step, if it is so."""
+        if (note := flat_reward_note(metrics, self.facts)) is not None:
+            self.recorder.note(f"step 1: {note}")
+
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Observe a logged step: record alarms that go off or are over, and act."""
-        if step == 1 and (note := flat_reward_note(metrics, self.facts)) is not None:
-            self.recorder.note(f"step 1: {note}")
         for firing in self.watch.observe(step, metrics):
             action = "none" if firing.is_over else self.config.action(firing.alarm.name)
             text = "" if firing.is_over else self._act(action, firing)

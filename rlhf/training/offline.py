@@ -17,7 +17,7 @@ from rlhf.batching import Batch, concat, extend, widen
 from rlhf.config.run import ScheduleConfig
 from rlhf.config.sections import BatchConfig
 from rlhf.data.pairs import CompletionRows
-from rlhf.errors import RewardError
+from rlhf.errors import DataError, RewardError
 from rlhf.models.kernels.cast import weights_cast_once
 from rlhf.models.lora import Dropout
 from rlhf.models.policy_models import Ema, Models
@@ -64,12 +64,16 @@ def train_offline(run: OfflineRun) -> None:
 
     Raises:
         RewardError: the teacher of the loss does not answer; the run is saved as it was before the step.
+        DataError: a streamed file has a malformed row that is fatal, or cannot be read; the run is saved likewise.
     """
     rows = adaptive_micro_batch(run.batch, run.session)
     drops = Dropout(run.trained.module)
     for step in run.session.steps():
-        with run.session.recorder.phase("data"):
-            batch = run.data(step)
+        try:
+            with run.session.recorder.phase("data"):
+                batch = run.data(step)
+        except DataError as error:  # of a streamed file
+            raise run.session.explain_update(error, changed=False) from error
         factor = lr_factor(
             step,
             steps=run.session.total_steps,

@@ -12,9 +12,17 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
-from rlhf.errors import CheckpointError, DivergenceError, NonFiniteScores, RewardError, SamplingError, how_to_continue
+from rlhf.errors import (
+    CheckpointError,
+    DivergenceError,
+    NonFiniteScores,
+    RewardError,
+    SamplingError,
+    UserError,
+    how_to_continue,
+)
 from rlhf.guard.best import BestState
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.memory import MemoryProfiler
@@ -28,6 +36,8 @@ from rlhf.training.feed import StreamFeed
 
 if TYPE_CHECKING:  # which import this module
     from rlhf.training.health import BestKeeper, HealthMonitor
+
+E = TypeVar("E", bound=UserError)  # an error that the run is saved at
 
 
 class Recorder:
@@ -341,14 +351,15 @@ class Session:
         self.state.unscored += 1
         self._count_bad_step(str(error))
 
-    def save_and_explain(self, error: RewardError | SamplingError) -> RewardError | SamplingError:
+    def save_and_explain(self, error: E) -> E:
         """Save the run as it was after its last step, and return the error with a hint on how to continue."""
         if self.state.step == 0:  # nothing to save
             return error
         self._checkpoint()
-        return type(error)(f"{error}. The run is saved at step {self.state.step}: {self._how_to_continue} from there")
+        told = str(error).removesuffix(".")
+        return type(error)(f"{told}. The run is saved at step {self.state.step}: {self._how_to_continue} from there")
 
-    def explain_update(self, error: RewardError, *, changed: bool) -> RewardError | SamplingError:
+    def explain_update(self, error: E, *, changed: bool) -> E:
         """Return an error within an update with a hint on how to continue, from now or from the newest checkpoint.
 
         The run is saved if no weight has been `changed` since its last step, and no other process waits for this one.
@@ -357,7 +368,8 @@ class Session:
             return self.save_and_explain(error)
         if not self.checkpoints.all():
             return error
-        return type(error)(f"{error}; {self._how_to_continue} from the newest checkpoint")
+        told = str(error).removesuffix(".")
+        return type(error)(f"{told}; {self._how_to_continue} from the newest checkpoint")
 
     def _count_bad_step(self, reason: str) -> None:
         state = self.state
@@ -395,6 +407,8 @@ class Session:
     def _finish_step(self, metrics: Mapping[str, float]) -> None:
         """Evaluate, write metrics and save as due after a step; save nothing after a skipped one."""
         step = self.state.step
+        if step == 1 and self.health is not None:
+            self.health.read_first_step(metrics)  # logged or not
         due = self._is_over() or (self.eval_every and step % self.eval_every == 0)
         evaluation = self._run_evaluation(metrics) if due else {}
         if due and evaluation and self.best is not None:

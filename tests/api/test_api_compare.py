@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from lock_holder import held_elsewhere
 from runs import colored_prompts, make_model
 
@@ -148,3 +149,17 @@ def test_arms_and_a_budget_of_another_form_are_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             compare("model", arms, prompts=PROMPTS, reward="my.py:score", budget=budget, folder=tmp_path / "compare")  # type: ignore[arg-type]
     assert not (tmp_path / "compare").exists()
+
+
+def test_a_loaded_reward_without_a_judge_is_known_as_the_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = rlhf.reward_model(
+        str(make_model(tmp_path / "start")), PAIRS, folder=tmp_path / "rm", steps=1, batch={"prompts_per_step": 4}
+    )
+    seen: list[CompareConfig] = []
+    monkeypatch.setattr("rlhf.api.runs.run_compare", lambda config, **_: bool(seen.append(config)))
+    loaded = (reward.model, reward.tokenizer)
+    rlhf.compare(str(tmp_path / "start"), ["grpo"], completions=16, prompts=PROMPTS, eval_prompts=PROMPTS[:2],
+                 reward=loaded, folder=tmp_path / "compare", quiet=True, **SETTINGS)  # fmt: skip
+    (config,) = seen
+    base = yaml.safe_load((tmp_path / "compare" / "base.yaml").read_text(encoding="utf-8"))
+    assert config.judge.path == base["reward"]["source"]["path"]  # type: ignore[union-attr]

@@ -678,3 +678,26 @@ def test_a_cost_beside_the_reward(model: str, tmp_path: Path) -> None:
     multipliers = result.metrics["lagrange/multiplier"].dropna().tolist()
     assert multipliers == sorted(multipliers)
     assert multipliers[-1] > 1.0  # the cost is never below -1
+
+
+def test_what_there_is_of_a_run_without_a_logged_step(tmp_path: Path) -> None:
+    result = rlhf.RunResult(tmp_path, complete=False)
+    assert result.metrics.empty
+    assert "resume=True" in result._repr_html_()
+
+
+def test_a_reward_model_s_adapter_is_read_and_an_ensemble_names_its_members(model: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"steps": 1, "batch": {"prompts_per_step": 4}, "quiet": True}
+    lora = {"lora": {"r": 2}, "export": "adapter", "lr": 1e-2}
+    adapted = rlhf.reward_model(model, PAIRS, folder=tmp_path / "adapter", **{"model": lora}, **settings)
+    whole = rlhf.reward_model(
+        model, PAIRS, folder=tmp_path / "merged", **{"model": {**lora, "export": "merged"}}, **settings
+    )
+    ids = adapted.tokenizer(["red good"], return_tensors="pt").input_ids
+    torch.testing.assert_close(adapted.model(ids).logits, whole.model(ids).logits)
+    several = rlhf.reward_model(
+        model, PAIRS, folder=tmp_path / "several", ensemble={"size": 2, "backbone": "separate"}, **settings
+    )
+    with pytest.raises(ConfigError, match=r"is an ensemble: its models are in .*members/0 and the folders beside it"):
+        _ = several.model
+    assert several._repr_html_()

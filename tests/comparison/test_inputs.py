@@ -14,7 +14,7 @@ from runs import make_model, write_rows
 
 from rlhf.api.comparing import rebuild_comparison, run_compare
 from rlhf.comparison.aggregate import read_cells
-from rlhf.comparison.inputs import INPUTS, Digests, read_inputs
+from rlhf.comparison.inputs import INPUTS, Digests, check_inputs, read_inputs, record_inputs
 from rlhf.comparison.plan import Cell
 from rlhf.comparison.results import ComparisonResults
 from rlhf.comparison.trial import JUDGED, Judgment, record_failure
@@ -217,3 +217,16 @@ def test_a_cell_that_goes_on_keeps_its_digests_if_the_start_model_is_gone(tmp_pa
     (tmp_path / "model" / "model.safetensors").unlink()
     run(tree)
     assert read_inputs(cell.folder) == before
+
+
+def test_the_rows_of_a_suite_have_to_stay(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "problems.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    tree = tree_of(tmp_path, suites={"gsm8k": {"dataset": {"path": str(rows)}}})
+    cells = plan_of(tree).cells
+    assert str(rows) in Digests().of(cells[0].config)["data"]
+    for cell in cells:
+        cell.folder.mkdir(parents=True)
+        record_inputs(cell, Digests())
+    append_row(rows, {"question": "1 + 2?", "answer": "#### 3"})
+    with pytest.raises(ConfigError, match=rf"rows in {rows} have changed since start, seed 0"):
+        check_inputs(cells, plan_of({**tree, "seeds": [0, 1]}).cells, Digests())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf.config.data import DatasetConfig
+from rlhf.data.conversation import messages, tools_of
 from rlhf.data.files import load_rows
 from rlhf.data.formats import (
     DEMONSTRATIONS,
@@ -19,7 +20,7 @@ from rlhf.data.formats import (
     PromptText,
     RowFormats,
 )
-from rlhf.data.rows import DataRow, RowCounts
+from rlhf.data.rows import BadRow, DataRow, RowCounts
 from rlhf.errors import DataError
 
 
@@ -334,3 +335,30 @@ def test_pairs_among_several_sources_of_labelled_completions_name_what_splits_th
     rows = [DataRow({"prompt": "p", "chosen": "a", "rejected": "b"}, "f", 1)]
     with pytest.raises(DataError, match=r"split into two labelled completions only if one path, without stream"):
         LABELLED.choose_format(rows, "f")
+
+
+@pytest.mark.parametrize("finished", [False, "False", "false ", 0, "0"])
+def test_a_completion_that_was_cut_is_not_learned_from_a_table_either(finished: object) -> None:
+    with pytest.raises(BadRow, match="was cut before it ended"):
+        DEMONSTRATIONS.choose_format([DataRow({"prompt": "p", "completion": "c"}, "f", 1)], "f").read(
+            {"prompt": "p", "completion": "c", "finished": finished}, turns=False
+        )
+
+
+HALF = "hm \ud83d"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "x", "reasoning_content": HALF},
+        {"role": "assistant", "content": "x", HALF: 1},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": [HALF]}}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}]},
+    ],
+)
+def test_a_text_that_no_tokenizer_takes_is_refused_in_every_field(message: dict[str, object]) -> None:
+    with pytest.raises(BadRow, match="not valid Unicode"):
+        messages([{"role": "user", "content": "Hi"}, message], "messages")
+    with pytest.raises(BadRow, match="tools is not valid Unicode"):
+        tools_of({"tools": [{"function": {"name": "f", "description": HALF}}]})

@@ -158,3 +158,32 @@ def test_a_stream_has_no_epochs(tmp_path: Path) -> None:
     tree = merge(tree_of("sft", tmp_path), {"schedule": {"steps": None, "epochs": 1}})
     with pytest.raises(ConfigError, match=r"schedule\.steps"):
         offline(tree)
+
+
+def test_other_rows_of_a_stream_are_counted_again(tmp_path: Path) -> None:
+    """With other settings other rows are usable: none is left out for good, or asked for though it is not there."""
+    long = {"prompt": "red blue good bad one", "completion": "good good good bad bad"}
+    rows = [{"prompt": "red", "completion": "good"} if row % 3 else long for row in range(24)]
+    path = str(write_rows(tmp_path / "rows.jsonl", rows))
+    tree = offline_tree(tmp_path, "sft", eval={"every": 0}, logging={"every": 1})
+    tree["data"]["sft"] = {"path": path, "stream": True, "shuffle_buffer": 8}
+    for name, first, then in (("more", 7, 64), ("fewer", 64, 7)):
+        settings = merge(tree, {"run": {"out_dir": str(tmp_path / name)}})
+        trained_offline(settings, f"data.sft.max_tokens={first}", "schedule.steps=4")
+        changed = (f"data.sft.max_tokens={then}", "schedule.steps=12", "checkpoint.resume=always")
+        run = trained_offline(settings, *changed)
+        assert run.session.state.step == 12
+        (checkpoint,) = (tmp_path / name / "checkpoints").glob("*12")
+        state = json.loads((checkpoint / "data.json").read_text(encoding="utf-8"))
+        assert state["sft"]["sft"]["length"] == {64: 24, 7: 16}[then]
+
+
+def test_a_fatal_row_of_a_stream_saves_the_run(tmp_path: Path) -> None:
+    rows = [{"prompt": "red", "completion": "good"}] * 20
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    path.write_text(path.read_text(encoding="utf-8") + "{broken\n", encoding="utf-8")
+    tree = offline_tree(tmp_path, "sft", eval={"every": 0}, checkpoint={"every": 0})
+    tree["data"]["sft"] = {"path": str(path), "stream": True, "shuffle_buffer": 8, "bad_rows": "error"}
+    with pytest.raises(DataError, match=r"not JSON.* without them\. The run is saved at step 2: .* from there"):
+        trained_offline(tree, "batch.prompts_per_step=8", "schedule.steps=6")
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()

@@ -309,3 +309,16 @@ def test_every_setting_that_a_cure_names_with_a_value_is_accepted() -> None:
     advice = {words for alarm in ALARMS for words in re.findall(f"{given}(?: {given})*", alarm.cure)}
     assert len(advice) > 15
     assert [settings for settings in sorted(advice) if not accepts(settings)] == []
+
+
+def test_a_held_out_loss_below_0_may_fall_further() -> None:
+    """The loss of robust_dpo is negative: a tenth of its size above its smallest value is the limit."""
+    name = "held-out-preference-loss-rises"
+
+    def seen(*losses: float) -> bool:
+        rows: list[Row] = [{**STEADY, "eval/preference_loss": loss} for loss in losses]
+        return any(firing.alarm.name == name for firing in firings(rows))
+
+    assert not seen(-0.816, -0.868, -0.911, -0.93, -0.95)
+    assert not seen(-1.0, -0.91, -0.91, -0.91)
+    assert seen(-1.0, -0.89, -0.89, -0.89)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import ppo_tree
+from runs import brief_tree, ppo_tree, trained
 
 from rlhf.config.files import merge
 from rlhf.config.load import train_config
@@ -53,3 +53,11 @@ def test_a_cause_that_the_metrics_show_is_not_a_guess_too() -> None:
     note = flat_reward_note({**FINE, "score/std": 0.0, "completion/finished": 0.0}, RunFacts())
     assert note is not None
     assert "ignore" not in note
+
+
+def test_a_flat_reward_is_noted_if_the_first_step_is_not_logged(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def flat(completions):\n    return [1.0] * len(completions)\n")
+    source = {"type": "function", "target": f"{tmp_path / 'mine.py'}:flat"}
+    trained(brief_tree(tmp_path, reward={"source": source}, logging={"every": 2}, schedule={"steps": 2}))
+    notes = (tmp_path / "run" / "notes.jsonl").read_text(encoding="utf-8")
+    assert notes.count("step 1: the reward is flat") == 1

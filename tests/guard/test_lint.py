@@ -181,6 +181,10 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
      UNKNOWN),
     ("held-out-is-training", PPO, ["data.eval_prompts.path=prompts.jsonl"], PROMPTS, UNKNOWN),
     ("held-out-is-training", RM, ["data.eval_preferences.path=pairs.jsonl"], [], UNKNOWN),
+    ("held-out-is-training", PPO, ["data.eval_prompts.path=./prompts.jsonl"], PROMPTS, UNKNOWN),
+    ("held-out-is-training", RM, ["data.preferences.sources.a.path=m.jsonl", "data.eval_preferences.path=m.jsonl"],
+     ["data.preferences.sources.a.path=m.jsonl", "data.eval_preferences.path=others.jsonl"], UNKNOWN),
+    ("lora-scale", RM, ["model.lora.r=1", "model.lora.alpha=100"], ["model.lora.r=1", "model.lora.alpha=2"], UNKNOWN),
     ("few-held-out-rows", PPO, [*BEST, *PROMPTS, "data.eval_prompts.limit=16"],
      [*BEST, *PROMPTS, "data.eval_prompts.limit=32"], UNKNOWN),
 ]  # fmt: skip

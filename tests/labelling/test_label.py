@@ -655,3 +655,25 @@ def test_what_a_judge_is_told_apart_by_its_looks(place: str, kind: dict[str, str
 def test_an_endpoint_needs_the_name_of_its_model(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"judge\.chat\.model"):
         label_settings(str(folder / "completions.jsonl"), judge="http://h:8000/v1")
+
+
+def test_a_function_reads_the_columns_of_each_completion_s_own_row(tmp_path: Path) -> None:
+    """Also half of a surrogate pair, which JSON can hold."""
+    (tmp_path / "mine.py").write_text("def score(completions, grade, **kwargs):\n    return grade\n")
+    rows = [{"prompt": "a", "completion": "good", "grade": 1.0}, {"prompt": "a", "completion": "bad", "grade": 5.0}]
+    path = write_rows(tmp_path / "rows.jsonl", [{**row, "note": "\ud83d"} for row in rows])
+    label(label_settings(str(path), judge=f"{tmp_path / 'mine.py'}:score", out=str(tmp_path / "pairs.jsonl")))
+    (pair,) = written(tmp_path / "pairs.jsonl")
+    assert (pair["chosen"], pair["rejected"]) == ("bad", "good")
+
+
+def test_a_score_that_cannot_be_read_prefers_nothing(tmp_path: Path) -> None:
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": f"q{row}", "completions": ["good", "odd"]} for row in range(4)]
+    )
+    with serving(lambda _n, question: "3" if "good" in question else "I will not rate this.") as server:
+        judge = {"type": "scores", "source": {"type": "openai", "base_url": server.url, "model": "x"}}
+        judge["source"]["cache_dir"] = str(tmp_path / "cache")  # type: ignore[index]
+        tree = {"completions": {"path": str(rows)}, "judge": judge, "out": str(tmp_path / "pairs.jsonl")}
+        result = label(LabelConfig.model_validate(tree))
+    assert (result.written, result.unreadable, result.answers) == (0, 4, 8)

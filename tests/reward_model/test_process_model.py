@@ -19,7 +19,7 @@ from reward_model.steps import StepLoss
 from rlhf.api.training import run_reward_model
 from rlhf.config.data import PreferencesConfig
 from rlhf.config.load import reward_model_config, unread_warnings, validate
-from rlhf.data.rows import BadRow, DataRow
+from rlhf.data.rows import BadRow, DataRow, is_in_part
 from rlhf.data.steps import StepEncoder, check_kinds, load_steps, read_steps
 from rlhf.errors import ConfigError, DataError, ModelError, UserError
 from rlhf.factory.reward_card import compute_report_card
@@ -234,3 +234,18 @@ def test_a_model_without_a_separator_of_its_own_takes_a_line_break(tmp_path: Pat
     save_step_model(made_model(tmp_path / "start"), tokenizer(), tmp_path / "exported", separator=" ")
     with pytest.raises(ModelError, match="model_separator has no token"):
         load_step_model(validate(ModelProcess, {"type": "model", "path": str(tmp_path / "exported")}), device=CPU)
+
+
+def test_half_a_surrogate_pair_is_refused_in_a_prompt_and_in_a_step() -> None:
+    row = {"prompt": "p", "completions": ["a", "b"], "labels": [True, False]}
+    for change in ({"prompt": "p \ud83d"}, {"completions": ["a", "\ud83d"]}):
+        with pytest.raises(BadRow, match="not valid Unicode"):
+            read_steps(DataRow({**row, **change}, "f", 1), " t9")
+
+
+def test_a_small_file_without_held_out_rows_says_what_to_set(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "t7", "completions": ["t3"], "labels": [True]}])
+    parts = [(0.0, 0.1), (0.1, 1.0)]
+    (without,) = [part for part in parts if not is_in_part("t7", part)]
+    with pytest.raises(DataError, match=r"no usable row is in part .* of data\.holdout: the file is small"):
+        load_steps(PreferencesConfig(path=str(path), part=without), tokenizer(), separator=" t9")

@@ -17,8 +17,11 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from reward_model.server import parse_request
 from reward_model.source import OWN_TEMPLATE, RewardModelSource, render_for_reward_model, truncate_row
 from rlhf.batching import concat
+from rlhf.data.conversation import tools_of
+from rlhf.data.prompts import MESSAGES
 from rlhf.data.tokenizer import make_encoder, shares_vocabulary
 from rlhf.errors import ModelError, RewardError
 from rlhf.factory.rewards import build_source
@@ -276,3 +279,16 @@ def test_a_template_that_refuses_the_conversation_is_told(tmp_path: Path) -> Non
     judge = RewardModelSource(made_model(tmp_path), own, policy_tokenizer=other_tokenizer(), micro_batch_size=2)
     with pytest.raises(RewardError, match=r"no system prompts \(the reward model's template\)"):
         judge(asked)
+
+
+def test_a_reward_model_of_another_vocabulary_reads_the_tools() -> None:
+    own = tokenizer()
+    own.chat_template = (
+        "{% for t in tools or [] %}t11 {% endfor %}{% for m in messages %}{{ m.content }} </s> {% endfor %}"
+    )
+    encoder, asked = make_encoder(own, OWN_TEMPLATE), [{"role": "user", "content": "t5"}]
+    tools = tools_of({"tools": [{"type": "function", "function": {"name": "f"}}]})
+    assert render_for_reward_model(encoder, "t5", "t6", asked, tools).prompt.startswith("t11 t5")
+    request = {"prompts": ["t5"], "completions": ["t6"], "references": [{MESSAGES: asked, "tools": [*tools]}]}
+    assert parse_request(request).tools == (tools,)
+    assert parse_request({**request, "references": [{MESSAGES: asked}]}).tools == ((),)

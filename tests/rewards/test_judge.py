@@ -243,3 +243,14 @@ def test_a_scale_has_two_ends() -> None:
 
 def test_the_body_of_the_helper_is_openais() -> None:
     assert chat("A") == b'{"choices": [{"message": {"role": "assistant", "content": "A"}}]}'
+
+
+def test_answers_that_cannot_be_read_do_not_stop_a_judge_that_could_be(tmp_path: Path) -> None:
+    batch = completions_of([[5]] * 4, [[3], [4], [6], [7]])
+    answers = iter(["7"] * 4)
+    with serving(lambda _n, _question: next(answers, "As a language model \ud83d")) as server:
+        source = reward(server.url, tmp_path)
+        assert source(batch).values.tolist() == [7.0] * 4
+        other = completions_of([[5]] * 4, [[8], [9], [10], [11]])
+        for _ in range(2):  # asked, and read from the cache, which holds half of a surrogate pair
+            assert source(other).parts["unreadable"].tolist() == [1.0] * 4

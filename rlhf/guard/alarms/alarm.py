@@ -136,7 +136,7 @@ class Rose(Alarm):
 
 
 class WorseThanBest(Alarm):
-    """A held-out loss above `factor` times its smallest value so far."""
+    """A held-out loss above its smallest value so far by more than (factor - 1) times the size of that value."""
 
     factor: float
 
@@ -145,5 +145,6 @@ class WorseThanBest(Alarm):
         value, before = history.now(self.metrics[0]), history.evaluations(self.metrics[0])
         if value is None or not before:
             return None
-        limit = self.factor * min(before)[0]
+        smallest = min(before)[0]  # below 0 under robust_dpo
+        limit = smallest + (self.factor - 1) * abs(smallest)
         return Reading(value, limit, value > limit)

@@ -48,7 +48,7 @@ class LossExplodes(Alarm):
     name = "loss-explodes"
     metrics = ("loss/total",)
     reads = "the loss on the data"
-    losses = ("loss/sft", "loss/rm", "loss/preference")  # a policy-gradient loss has no scale
+    losses = ("loss/sft", "loss/rm", "loss/process", "loss/preference")  # a policy-gradient loss has no scale
     patience = 3
     causes = "a learning rate that is too high"
     cure = "lower the learning rate, set schedule.warmup_steps, lower max_grad_norm"
