@@ -688,11 +688,9 @@ def test_what_there_is_of_a_run_without_a_logged_step(tmp_path: Path) -> None:
 
 def test_a_reward_model_s_adapter_is_read_and_an_ensemble_names_its_members(model: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"steps": 1, "batch": {"prompts_per_step": 4}, "quiet": True}
-    lora = {"lora": {"r": 2}, "export": "adapter", "lr": 1e-2}
-    adapted = rlhf.reward_model(model, PAIRS, folder=tmp_path / "adapter", **{"model": lora}, **settings)
-    whole = rlhf.reward_model(
-        model, PAIRS, folder=tmp_path / "merged", **{"model": {**lora, "export": "merged"}}, **settings
-    )
+    settings |= {"lr": 1e-2, "model.lora": {"r": 2}}
+    adapted = rlhf.reward_model(model, PAIRS, folder=tmp_path / "adapter", **{**settings, "model.export": "adapter"})
+    whole = rlhf.reward_model(model, PAIRS, folder=tmp_path / "merged", **settings)
     ids = adapted.tokenizer(["red good"], return_tensors="pt").input_ids
     torch.testing.assert_close(adapted.model(ids).logits, whole.model(ids).logits)
     several = rlhf.reward_model(
