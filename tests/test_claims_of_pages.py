@@ -600,6 +600,25 @@ def test_the_best_checkpoint_on_dev_sentences() -> None:
     assert wrong(decimals(" ".join(told.groups())), values) == []
 
 
+def test_the_reward_model_that_saw_the_start_s_samples() -> None:
+    results = read("compare_detox_800_own.json")
+    told = re.search(
+        r"(\d),(\d+) more pairs, whose chosen .*? the first 4,000 pairs: PPO ends at J (\S+) \[(\S+), (\S+)\], a gain "
+        r"of (\S+) \[(\S+), (\S+)\] over the start's (\S+), with style (\S+), similarity (\S+) and a KL of (\S+)\. "
+        r"The critic explains (\S+) of",
+        " ".join(page("docs/experiments/detox.md").split()),
+    )
+    assert told is not None
+    assert int(told[1] + told[2]) == results["reward_model"]["own_samples"]
+    ppo = results["ppo"]
+    bounds = ("value", "low", "high")
+    values = [ppo["j"][key] for key in bounds] + [ppo["j"]["gain"][key] for key in bounds]
+    values += [results["start"]["j"]["value"], ppo["style"]["value"], ppo["similarity"]["value"], ppo["kl"]]
+    values += [ppo["explained_variance_second_half"]]
+    assert wrong(decimals(" ".join(told.groups()[2:])), values) == []
+    assert f"{ppo['j']['gain']['value']:.3f} with pairs of the start's own".removeprefix("0") in page("docs/results.md")
+
+
 def decimals(cell: str) -> list[str]:
     """The numbers of a cell that has them without the zero before the point."""
     return numbers(re.sub(r"(?<!\d)\.(?=\d)", "0.", cell))
