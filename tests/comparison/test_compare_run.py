@@ -203,7 +203,7 @@ def test_a_failed_cell_is_tried_again_and_a_finished_one_is_not(tmp_path: Path) 
     for cell in plan.cells[:1]:
         ensure_owner(cell)
         assert here(cell) == "done"
-    (tmp_path / "rewards.py").write_text(good.replace("float", "floot"))
+    (tmp_path / "rewards.py").write_text(good.replace("float", "no_such_name"))
     assert compared(tree)
     failed = plan.of("ppo")[0].folder
     assert (failed / FAILED).is_file()

@@ -102,7 +102,7 @@ def test_a_grader_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import no_such_module\ngrade = 0\n")
     with pytest.raises(RewardError, match=r"the verifier cannot start: importing .*No module named 'no_such_module'"):
         pool_of(f"{tmp_path / 'mine.py'}:grade").grade([("", "x", {})])
-    (tmp_path / "mine.py").write_text("import os\nos._exit(3)\ngrade = 0\n")
+    (tmp_path / "mine.py").write_text("import os\n\nos._exit(3)\ngrade = 0\n")
     with pytest.raises(RewardError, match="ends with code 3 before it grades anything"):
         pool_of(f"{tmp_path / 'mine.py'}:grade").grade([("", "x", {})])
 
