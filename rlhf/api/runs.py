@@ -666,7 +666,8 @@ def compare(
     base: Tree = {"policy": inputs.model(model, tokenizer), "data": data}
     if "algorithm" not in file:
         base["algorithm"] = {"preset": "grpo"}
-    sources = {name: inputs.reward(source, name) for name, source in (("reward", reward), ("judge", judge)) if source}
+    given_sources = {"reward": reward, "judge": judge}
+    sources = {name: inputs.reward(source, name) for name, source in given_sources.items() if source is not None}
     if "reward" in sources:
         base["reward"] = {"source": _importable(sources["reward"])}
     base = merge(merge(release_held_out(file, base), base), nested(settings, compare))

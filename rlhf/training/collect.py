@@ -68,8 +68,10 @@ def sample_and_score(run: OnlineRun, step: int) -> Collected | None:
             run.queue.skip()
         run.session.report(counts(run) | _generated(drawn), tokens=0)
         return None
-    except (DataError, RewardError, SamplingError) as error:
+    except (RewardError, SamplingError) as error:
         raise run.session.save_and_explain(error) from error
+    except DataError as error:  # of a streamed file; another process may not have met it
+        raise run.session.explain_update(error, changed=False) from error
     own = {} if run.episodes is None else run.episodes.take_metrics()
     for name, value in {**own, **_generated(drawn)}.items():
         collected.metrics.add(name, value)
