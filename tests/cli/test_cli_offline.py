@@ -52,6 +52,17 @@ def test_kto_reads_labels_and_the_others_say_they_need_pairs(
     assert "chosen" in error
 
 
+@pytest.mark.parametrize("label", [True, False])
+def test_kto_with_labels_of_one_kind_is_warned(tmp_path: Path, capsys: pytest.CaptureFixture[str], label: bool) -> None:
+    rows = [json.loads(line) for line in labelled_file(tmp_path).read_text(encoding="utf-8").splitlines()]
+    one_kind = write_rows(tmp_path / "one.jsonl", [row for row in rows if row["label"] is label])
+    data = {"preferences": {"path": str(one_kind)}, "eval_preferences": None}
+    settings = write_config(tmp_path, "kto", data=data, eval={"every": 0}, schedule={"steps": 1})
+    assert main(["train", settings]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"all rows of data.preferences have label={str(label).lower()}: KTO learns from the difference" in told
+
+
 @pytest.mark.parametrize(
     ("preset", "override", "expected"),
     [

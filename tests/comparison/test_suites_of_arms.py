@@ -313,6 +313,15 @@ def test_by_hand() -> None:
     assert missing.gain is None
 
 
+def test_seeds_with_different_numbers_of_rows_have_no_gain() -> None:
+    def of(*rows: float) -> dict[str, SuiteScores]:
+        return {"s": SuiteScores({"f": SuiteFigure(value=sum(rows) / len(rows), low=None, high=None)}, {"f": rows})}
+
+    seeds, starts = [of(1.0, 0.0, 1.0), of(1.0, 0.0)], [of(0.0, 0.0, 1.0), of(0.0, 0.0)]
+    assert summarize_suites(seeds, starts)["s"]["f"].gain is None
+    assert summarize_suites([seeds[0]] * 2, [starts[0]] * 2)["s"]["f"].gain is not None
+
+
 def test_a_share_of_0_in_all_seeds_is_not_certain() -> None:
     estimate = share_estimate("refused", [0.0] * 300, "refusals")
     figure = SuiteFigure(value=estimate.value, low=estimate.low, high=estimate.high)

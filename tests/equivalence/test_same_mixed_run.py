@@ -187,3 +187,13 @@ def test_a_fatal_row_of_a_stream_saves_the_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"not JSON.* without them\. The run is saved at step 2: .* from there"):
         trained_offline(tree, "batch.prompts_per_step=8", "schedule.steps=6")
     assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
+
+
+def test_a_fatal_row_of_streamed_prompts_saves_the_run(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in colored_prompts()[:20]])
+    path.write_text(path.read_text(encoding="utf-8") + "{broken\n", encoding="utf-8")
+    tree = merge(ppo_tree(tmp_path, batch={"prompts_per_step": 8}), {**BRIEF, "checkpoint": {"every": 0}})
+    tree["data"]["prompts"] = {"path": str(path), "stream": True, "shuffle_buffer": 8, "bad_rows": "error"}
+    with pytest.raises(DataError, match=r"not JSON.* without them\. The run is saved at step 2: .* from there"):
+        trained(tree, "schedule.steps=6")
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,25 @@ def test_an_evaluation_during_the_run_can_have_fewer_prompts(tmp_path: Path) -> 
         rows[name] = [{key: json.loads(line)[key] for key in ("prompt", "completion")} for line in lines]
     assert len(rows["all"]) > 5
     assert (rows["five"], rows["two"]) == (rows["all"][:5], rows["all"][:2])
+
+
+def test_a_reward_that_applies_to_no_held_out_row_has_no_mean() -> None:
+    def of_first_rows(count: int) -> Callable[[Completions], Scores]:
+        return lambda completions: Scores(
+            values=torch.tensor([1.0 if row < count else math.nan for row in range(len(completions))]), parts={}
+        )
+
+    models, config = nudged(), SamplingConfig(max_new_tokens=2)
+    prompts = prompts_of([[1, 4], [1, 5], [1, 6]])
+    for known in (2, 0):
+        metrics = evaluate_policy(
+            [prompts],
+            sampler_of(models.policy, config),
+            models,
+            lengths_as_scores,
+            proxy=of_first_rows(known),
+            key=3,
+            greedy=False,
+            rows_per_pass=8,
+        ).metrics
+        assert metrics.get("eval/proxy") == (1.0 if known else None)

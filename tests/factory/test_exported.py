@@ -174,6 +174,18 @@ def test_the_best_checkpoint_brings_its_own_record(source: Path, tmp_path: Path)
     assert read_export(best) is not None
 
 
+def test_the_export_of_the_best_checkpoint_stays_as_it_was_kept_with_a_warning(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = sft_tree(tmp_path, export_dtype="bfloat16", lr=1e-30) | {"checkpoint": {"best": {}}, "eval": {"every": 1}}
+    tree["data"]["eval_sft"] = tree["data"]["sft"]
+    run("train", tmp_path, tree)
+    assert "stays so" not in printed(capsys)
+    folder = run("train", tmp_path, tree, "policy.export_dtype=float32", "schedule.steps=2")
+    assert "exported with policy.export_dtype=bfloat16 when it was kept, and stays so" in printed(capsys)
+    assert {weight.dtype for weight in weights(folder).values()} == {torch.bfloat16}
+
+
 def test_a_change_that_bfloat16_holds_is_exported_in_it_without_a_word(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
