@@ -1,6 +1,6 @@
 """Collect the comparison from 800 rewrites in one JSON file, and print its table.
 
-    python benchmarks/compare_detox_800.py runs/detox800
+    python benchmarks/compare_detox_800.py runs/detox
 
 Reads `compare`, `compare_dpo` and `sft_same*` in that folder, which the commands of docs/experiments/detox.md make.
 """
