@@ -673,6 +673,8 @@ def test_the_reward_model_that_saw_the_start_s_samples() -> None:
     lower = [results["lower_kl"][coef][step] for coef, step in (("0.02", "16"), ("0.02", "32"), ("0.01", "16"))]
     assert wrong(decimals(" ".join(told.groups())), lower) == []
     assert all(seed["j"]["low"] > 0.645 and seed["j"]["gain"]["low"] > 0.2 for seed in results["seeds"].values())
+    j = [f"{results['arm']['j'][key]:.3f}".removeprefix("0") for key in ("value", "low", "high")]
+    assert "PPO ends at {} [{}, {}] ([how]".format(*j) in page("README.md")
     assert f"{results['arm']['j']['gain']['value']:.3f} with samples of the start".removeprefix("0") in page(
         "docs/results.md"
     )
