@@ -19,7 +19,7 @@ from rlhf.config.data import PreferencesConfig
 from rlhf.data.conversation import as_text
 from rlhf.data.files import load_rows
 from rlhf.data.rows import BadRow, DataRow, RowCounts, is_in_part, no_row_in_part
-from rlhf.data.tokenizer import left_pad, length_limit, pad_id, right_pad, right_pad_flags
+from rlhf.data.tokenizer import left_pad, length_limit, pad_id, right_pad, right_pad_flags, tokenizer_of_text
 from rlhf.errors import DataError
 from rlhf.types import LabelledSteps
 
@@ -51,7 +51,7 @@ class StepEncoder:
         Raises:
             DataError: the separator has no token.
         """
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer_of_text(tokenizer)
         self.separator = self._encode(separator)
         if not self.separator:
             raise DataError(f"the separator of steps {separator!r} has no token of the model's tokenizer: set another")

@@ -120,16 +120,23 @@ def _train_stream(
     data, size = config.data.preferences, config.batch.prompts_per_step
     if data.is_plain:
         pairs = _load_pairs(config, data, context, tokenizer, limit)
-        if config.loss.use_margin and not any(text.margin for text in pairs.texts):
-            raise ConfigError(
-                "loss.use_margin=true, but no pair of data.preferences has a margin: give a column margin, or "
-                "score_chosen and score_rejected, or leave loss.use_margin out"
-            )
+        _check_margins(config, pairs)
         order = config.ensemble.number("order")
         names = ("pairs",) if order is None else ("pairs", "member", order)
         return BatchStream(pairs, size, derive_seed(context.seed, *names))
     pipeline = pair_pipeline(data, tokenizer, chat_template=config.data.chat_format, context=limit)
-    return mix(data, context, pipeline, section=PAIRS, rows_per_step=size)
+    mixture = mix(data, context, pipeline, section=PAIRS, rows_per_step=size)
+    if config.loss.use_margin:
+        _check_margins(config, mixture.first(CARD_PAIRS))
+    return mixture
+
+
+def _check_margins(config: RewardModelConfig, pairs: PairSet) -> None:
+    if config.loss.use_margin and not any(text.margin for text in pairs.texts):
+        raise ConfigError(
+            "loss.use_margin=true, but no pair of data.preferences has a margin: give a column margin, or "
+            "score_chosen and score_rejected, or leave loss.use_margin out"
+        )
 
 
 def _first_pairs(stream: BatchStream[PreferencePairs] | MixedStream[PairText, PairSet]) -> PairSet:

@@ -45,6 +45,14 @@ def solutions(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def test_a_step_may_spell_the_pad_token_that_the_model_has_no_embedding_for() -> None:
+    padded = tokenizer()
+    size = len(padded)
+    padded.add_special_tokens({"pad_token": "<papad>"})
+    encoded = StepEncoder(padded, " t9").encode("one <papad>", ["two <papad>", "<papad>"])
+    assert max([*encoded.prompt, *encoded.completion]) < size == padded.pad_token_id
+
+
 def test_rows_are_read_and_refused() -> None:
     def read(**values: Any) -> Any:
         return read_steps(

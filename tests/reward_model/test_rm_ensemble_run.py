@@ -118,6 +118,21 @@ def test_margins_that_no_pair_has_are_not_ignored(tmp_path: Path) -> None:
     build_reward_model(config(tree(tmp_path, data=data, **wanted)), quiet())
 
 
+def test_margins_that_no_source_has_are_not_ignored(tmp_path: Path) -> None:
+    rows = [{"prompt": f"t{i}", "chosen": " t1", "rejected": " t2"} for i in range(20)]
+    paths = {name: str(write_rows(tmp_path / f"{name}.jsonl", rows)) for name in "ab"}
+    wanted = {"loss": {"use_margin": True}}
+
+    def settings(name: str) -> RewardModelConfig:
+        mixture = {"sources": {source: {"path": path} for source, path in paths.items()}, "path": ""}
+        return config(tree(tmp_path, data={"preferences": mixture}, run={"out_dir": str(tmp_path / name)}, **wanted))
+
+    with pytest.raises(ConfigError, match=r"no pair of data\.preferences has a margin"):
+        build_reward_model(settings("none"), quiet())
+    paths["b"] = str(write_rows(tmp_path / "margins.jsonl", [{**row, "margin": 1.0} for row in rows]))
+    build_reward_model(settings("one"), quiet())
+
+
 def test_how_needs_an_ensemble(tmp_path: Path) -> None:
     assert run_reward_model(config(tree(tmp_path, ensemble=1, schedule={"steps": 2})), quiet())
     with pytest.raises(ConfigError, match="is one reward model, not an ensemble"):
