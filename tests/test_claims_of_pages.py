@@ -607,6 +607,31 @@ def explained_by_seed(results: dict[str, Any]) -> list[float]:
     return [results["explained_variance_second_half"][seed] for seed in "01"]
 
 
+def test_other_algorithms_by_pairs_with_samples_of_the_start() -> None:
+    results, seen = read("compare_detox_800_own.json"), set[str]()
+    ppo = {**results["arm"], "kl": results["kl"], "seeds": results["seeds"]}
+    arms = {"PPO": ppo, "GRPO, its KL in the reward": results["others"]["grpo_kl_in_reward"]}
+    arms["DPO"] = results["others"]["dpo"]
+    table = page("docs/experiments/detox.md").split("DPO learns from the pairs themselves:")[1].split("\n### ")[0]
+    for row in rows(table):
+        if row[0] not in arms:
+            continue
+        arm, bounds = arms[row[0]], ("value", "low", "high")
+        values = [arm["j"][key] for key in bounds] + [arm["seeds"][seed]["j"]["value"] for seed in "01"]
+        values += [arm["j"]["gain"][key] for key in bounds]
+        values += [arm["style"]["value"], arm["similarity"]["value"], arm["kl"]]
+        assert wrong(decimals(" ".join(row[1:])), values) == [], row
+        seen.add(row[0])
+    assert seen == set(arms)
+    told = re.search(
+        r"PPO is (\S+) \[(\S+), (\S+)\] above GRPO and (\S+) \[(\S+), (\S+)\] above DPO", " ".join(table.split())
+    )
+    assert told is not None
+    more = {row["b"]: row for row in results["suite_differences"] if row["a"] == "ppo"}
+    values = [more[arm][key] for arm in ("grpo_kl_in_reward", "dpo") for key in ("value", "low", "high")]
+    assert wrong(decimals(" ".join(told.groups()).replace("−", "-")), values) == []
+
+
 def test_ppo_from_fewer_rewrites_in_bfloat16() -> None:
     results = read("compare_detox_800_bf16.json")
     told = re.search(r"is (\.\d+) and (\.\d+); it then stays in one seed and falls to (\.\d+)", further_of_detox())
@@ -675,6 +700,14 @@ def test_the_reward_model_that_saw_the_start_s_samples() -> None:
     assert all(seed["j"]["low"] > 0.645 and seed["j"]["gain"]["low"] > 0.2 for seed in results["seeds"].values())
     j = [f"{results['arm']['j'][key]:.3f}".removeprefix("0") for key in ("value", "low", "high")]
     assert "PPO ends at {} [{}, {}] ([how]".format(*j) in page("README.md")
+    told = re.search(
+        r"reward at (\S+) \[(\S+), (\S+)\], and DPO on the same pairs at (\S+) \[(\S+), (\S+)\]", page("README.md")
+    )
+    assert told is not None
+    others = [
+        results["others"][arm]["j"][key] for arm in ("grpo_kl_in_reward", "dpo") for key in ("value", "low", "high")
+    ]
+    assert wrong(decimals(" ".join(told.groups())), others) == []
     assert f"{results['arm']['j']['gain']['value']:.3f} with samples of the start".removeprefix("0") in page(
         "docs/results.md"
     )
