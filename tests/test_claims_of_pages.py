@@ -689,6 +689,14 @@ def test_the_best_checkpoint_on_dev_sentences() -> None:
 
 def test_the_reward_model_that_saw_the_start_s_samples() -> None:
     results, text = read("compare_detox_800_own.json"), further_of_detox()
+    told = re.search(r"cleaner \(style (\S+)\) and keeps less of the meaning \((\S+); people (\S+)\)", text)
+    assert told is not None
+    people = read("compare_detox_800.json")["start_model"]["suites"]["detox"]["human_similarity"]["value"]
+    values = [results["arm"]["style"]["value"], results["arm"]["similarity"]["value"], people]
+    assert wrong(decimals(" ".join(told.groups())), values) == []
+    told = re.search(r"all pairs, (\S+) and (\S+) with samples of the start", page("docs/results.md"))
+    assert told is not None
+    assert wrong(decimals(" ".join(told.groups())), explained_by_seed(results)) == []
     told = re.search(r"clean from toxic with an AUC of (\S+), this one with (\S+)\. ", text)
     assert told is not None
     measured = results["toxic_outputs_told_from_clean_ones"]
