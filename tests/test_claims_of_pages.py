@@ -893,7 +893,10 @@ def test_the_share_of_the_reward_that_a_critic_can_explain() -> None:
 def test_the_chain_on_smollm2() -> None:
     name = "docs/experiments/detox.md"
     measured = {arm: result["figures"] for arm, result in read("detox.json")["models"].items()}
+    further = read("detox.json")["with_samples_of_the_start"]
+    measured["own"] = further["figures"]
     whose = {"SFT": ("sft", ""), "PPO": ("ppo", ""), "people": ("ppo", "human_")}
+    whose["PPO, samples of the start in the reward model"] = ("own", "")
     seen = set()
     for row in rows(page(name)):
         if row[0] not in whose or len(row) != 5 or not row[1].startswith(".") or row[4][:1] not in ("1", "."):
@@ -904,6 +907,9 @@ def test_the_chain_on_smollm2() -> None:
         assert wrong(numbers("0" + row[2]), [style["value"]]) == [], row
         assert wrong(numbers("0" + row[3]), [similarity["value"]]) == [], row
         seen.add(row[0])
+    told = re.search(r"brings the same PPO to J (\S+), with .*? a KL of (\S+) nats", page(name))
+    assert told is not None
+    assert wrong(decimals(" ".join(told.groups())), [further["figures"]["j"]["value"], further["eval_kl"]]) == []
     assert seen == set(whose)
 
 
