@@ -400,6 +400,9 @@ def test_what_the_chain_of_the_first_command_did() -> None:
     told = re.search(r"The reward model\*\* is right on (\S+) \[(\S+), (\S+)\] of 400", text)
     assert told is not None
     assert wrong(decimals(" ".join(told.groups())), [judged[key] for key in ("accuracy", "low", "high")]) == []
+    told = re.search(r"\"Shorter wins\" is right on (\S+) of them, a bag of words on (\S+)\. ", text)
+    assert told is not None
+    assert wrong(decimals(" ".join(told.groups())), [judged["shorter_wins"], judged["bag_of_words"]]) == []
     told = re.search(r"rises from (\S+) to (\S+) in eight steps", text)
     assert told is not None
     scores = run["score_by_step"]
@@ -563,12 +566,9 @@ PPO_BY_PAIRS = {
 
 
 def test_ppo_by_the_pairs_of_the_reward_model() -> None:
-    table, starts, seen = (
-        page("docs/experiments/detox.md").split("### How far can PPO go?")[1],
-        list[float](),
-        set[str](),
-    )
-    for row in rows(table.split("\n### ")[0]):
+    table = page("docs/experiments/detox.md").split("### How far can PPO go?")[1].split("\n### ")[0]
+    starts, seen = list[float](), set[str]()
+    for row in rows(table):
         if row[0] not in PPO_BY_PAIRS:
             continue
         results = read(PPO_BY_PAIRS[row[0]])
