@@ -18,6 +18,7 @@ from rlhf.data.files import read_files
 from rlhf.data.paths import data_paths, model_paths, section_paths
 from rlhf.errors import ConfigError, DataError, ModelError, command_or_call
 from rlhf.models.folders import digest_of_model
+from rlhf.rewards.pair_judge import PairwiseJudge
 from rlhf.rewards.source import Source, sources_in
 from rlhf.section import Section, walk
 from rlhf.suites.suite import Suite, find_suite
@@ -104,14 +105,26 @@ def _code(cell: CellConfig) -> Iterator[tuple[str, str]]:
     proxy: Iterable[tuple[str, Section]] = () if cell.proxy is None else walk(cell.proxy, "reward.source")
     suites = chain.from_iterable(map(walk, _suites(cell)))
     read = (section for key, section in chain(walk(cell.train), proxy) if _reads(cell, key))
-    for section in chain(read, (section for _, section in suites)):
+    yield from _code_of(chain(read, (section for _, section in suites)))
+    plugins = [Path(plugin) for plugin in cell.train.plugins if plugin.endswith(".py")]
+    yield from ((str(file), content_digest(file)) for file in plugins if file.is_file())
+
+
+def _code_of(sections: Iterable[Section]) -> Iterator[tuple[str, str]]:
+    for section in sections:
         target = str(getattr(section, "target", ""))
         files = [*files_of(target).values(), *(section.code_files().values() if isinstance(section, Source) else ())]
         yield from ((str(file), content_digest(file)) for file in files)
         if (source := source_of(target)) is not None:
             yield target, combine_digests([source])
-    plugins = [Path(plugin) for plugin in cell.train.plugins if plugin.endswith(".py")]
-    yield from ((str(file), content_digest(file)) for file in plugins if file.is_file())
+
+
+def digest_of_judge(judge: PairwiseJudge) -> str | None:
+    """Compute one digest of the models and the code that a judge of pairs reads; None if a model is gone."""
+    with suppress(ModelError):
+        models = [str(digest_of_model(path)) for _, path in judge.models()]
+        return combine_digests([*models, *(digest for _, digest in _code_of(section for _, section in walk(judge)))])
+    return None
 
 
 def record_inputs(cell: Cell, digests: Digests) -> None:

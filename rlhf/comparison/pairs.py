@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf.comparison.inputs import digest_of_judge
 from rlhf.comparison.plan import Cell, CellPlan
 from rlhf.comparison.trial import Judgment, suite_file
 from rlhf.config.compare import PairsConfig
@@ -31,7 +32,8 @@ PAIRS = "pairs"
 def judge_pairs(plan: CellPlan) -> None:
     """Judge every finished cell against every opponent of its seed, and write evals/pairs.json of the cell.
 
-    A cell whose file has the same settings, opponents and completions is not judged again.
+    A cell whose file has the same settings, opponents, completions and judge, with its code and model, is not judged
+    again.
 
     Raises:
         UserError: the judge cannot be built, or it fails.
@@ -40,6 +42,7 @@ def judge_pairs(plan: CellPlan) -> None:
     if config is None:
         return
     judge: PairVerdicts | None = None
+    digest = digest_of_judge(config.judge)
     finished = {
         (cell.arm, cell.seed): judged for cell in plan.cells if (judged := Judgment.read(cell.folder)) is not None
     }
@@ -49,12 +52,13 @@ def judge_pairs(plan: CellPlan) -> None:
         if mine is None:
             continue
         opponents = {name: other for name in known if (other := finished[name, cell.seed]).prompts == mine.prompts}
-        if not opponents or _is_done(cell.folder, config, mine, opponents):
+        if not opponents or _is_done(cell.folder, config, mine, opponents, digest):
             continue
         judge = judge or build_judge(config, cell)
         result = compare_with_opponents(mine, opponents, config, judge, seed=cell.seed)
         path = suite_file(cell.folder, PAIRS)
-        content = {"suite": PAIRS, **result.as_json(), "config": dump(config), "against": list(opponents)}
+        settings = {"config": dump(config), "judge": digest, "against": list(opponents)}
+        content = {"suite": PAIRS, **result.as_json(), **settings}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(to_json(content), indent=2, ensure_ascii=False) + "\n")
 
@@ -72,8 +76,10 @@ def build_judge(config: PairsConfig, cell: Cell) -> PairVerdicts:
     return config.judge.build(tokenizer, lambda source: build_source(source, tokenizer, engine, leaves_out=True))
 
 
-def _is_done(folder: Path, config: PairsConfig, mine: Judgment, opponents: Mapping[str, Judgment]) -> bool:
-    """Check whether a cell was judged with these settings, and on these completions of it and of the opponents."""
+def _is_done(
+    folder: Path, config: PairsConfig, mine: Judgment, opponents: Mapping[str, Judgment], digest: str | None
+) -> bool:
+    """Check whether a cell was judged by this judge with these settings, on these completions of both sides."""
     path = suite_file(folder, PAIRS)
     if not path.is_file():
         return False
@@ -83,7 +89,8 @@ def _is_done(folder: Path, config: PairsConfig, mine: Judgment, opponents: Mappi
     pairs = [
         (name, *pair) for name, others in texts.items() for pair in zip(_completions(mine, config), others, strict=True)
     ]
-    return bool(content["config"] == to_json(dump(config)) and judged == pairs)
+    same_judge = digest is None or content.get("judge", digest) in (digest, None)
+    return bool(same_judge and content["config"] == to_json(dump(config)) and judged == pairs)
 
 
 def _completions(judgment: Judgment, config: PairsConfig) -> list[str]:

@@ -219,6 +219,9 @@ def test_a_comparison_with_a_judge_of_pairs(tmp_path: Path, judge_file: Path) ->
     assert len(files) == 3
     assert compared(tree)  # nothing is judged again
     assert {path: path.stat().st_mtime_ns for path in files} == files
+    judge_file.write_text(JUDGE.replace("words=0", "words=1"))
+    assert compared(tree)  # by other code of the judge
+    assert all(path.stat().st_mtime_ns > written for path, written in files.items())
     judged = json.loads((folder / "grpo" / "seed-0" / "judged.json").read_text(encoding="utf-8"))
     judged["rows"][0]["completion"] = "one of a new run"
     (folder / "grpo" / "seed-0" / "judged.json").write_text(json.dumps(judged), encoding="utf-8")
