@@ -6,7 +6,8 @@
 
 Per arm and seed: the share of held-out prompts whose answer parses, is right, and is right and nothing else (with
 Wilson's 95 % intervals), the KL to the start, the answers' length, the mean effective sample size of importance
-weights, and the training's time and memory. Writes JSON and prints the rows of a Markdown table.
+weights, and the training's time and memory. Writes JSON, with the variance that the critic explains in either half of
+the run, and prints the rows of a Markdown table.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ def read_cell(folder: Path) -> dict[str, Any]:
         rows["costs"] = costs[-1]
     if peaks := [line["peak_memory_mb"] for line in read_lines(folder / "timings.jsonl")]:
         rows["peak_memory_mb"] = max(peaks)
-    if sizes := [line["correction/ess"] for line in read_lines(folder / "metrics.jsonl") if "correction/ess" in line]:
+    lines = read_lines(folder / "metrics.jsonl")
+    if sizes := [line["correction/ess"] for line in lines if "correction/ess" in line]:
         rows["effective_sample_size"] = statistics.mean(sizes)
+    if explained := [line["critic/explained_variance"] for line in lines if "critic/explained_variance" in line]:
+        half = len(explained) // 2
+        rows["explained_variance"] = [statistics.mean(explained[:half]), statistics.mean(explained[half:])]
     return rows
 
 

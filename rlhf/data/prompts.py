@@ -177,6 +177,12 @@ def own_prompt(reference: Mapping[str, Any]) -> Prompt:
     return turns if CONVERSATION in reference else str(turns[-1]["content"])
 
 
+def with_own_prompt(reference: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a reference with the prompt as its row has it; a conversation keeps the text that the model reads."""
+    own = own_prompt(reference) if MESSAGES in reference else None
+    return {**reference, "prompt": own} if isinstance(own, str) else reference
+
+
 def encode_conversations(
     prompts: Sequence[Prompt], encoder: Encoder, *, cure: str = ". Leave the template out with --raw."
 ) -> Prompts:

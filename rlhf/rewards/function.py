@@ -195,7 +195,7 @@ class FunctionReward:
         Raises:
             RewardError: the function fails, times out, or does not return one finite number per completion.
         """
-        texts = decode(completions, self.tokenizer)
+        texts = decode(completions, self.tokenizer).as_in_rows()
         with UserCode(f"the reward function {self.target!r}", f" ({_call_info(texts)})"):
             result = self._call(texts)
         values, parts = result if isinstance(result, tuple) and len(result) == 2 else (result, {})

@@ -82,7 +82,7 @@ class ChatReward:
         Raises:
             RewardError: the endpoint fails, or none of its answers is readable and none was before.
         """
-        texts, low, high = decode(completions, self.tokenizer), self.config.low, self.config.high
+        texts, low, high = decode(completions, self.tokenizer).as_in_rows(), self.config.low, self.config.high
         answers = self.model.ask(
             [
                 fill_template(self.template, prompt=prompt, completion=completion, low=f"{low:g}", high=f"{high:g}")

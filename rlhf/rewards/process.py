@@ -105,6 +105,10 @@ class FunctionProcess(ProcessReward):
         function = load_function(self.target)
 
         def grade(prompt: str, steps: list[str], row: Mapping[str, Any]) -> Sequence[float]:
+            from rlhf.data.prompts import with_own_prompt
+
+            row = with_own_prompt(row)
+            prompt = row["prompt"] if isinstance(row.get("prompt"), str) else prompt
             with UserCode(f"the process reward {self.target!r}", f" (called with {len(steps)} steps)"):
                 grades: Sequence[float] = function(prompt, steps, row)
             return grades

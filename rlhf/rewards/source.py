@@ -164,6 +164,18 @@ class Texts:
     completions: list[str]
     references: list[dict[str, Any]]
 
+    def as_in_rows(self) -> Texts:
+        """Return the texts with each prompt as its row has it, without chat template, also in `references`.
+
+        A conversation, and a prompt that was cut, keep the text that the model reads.
+        """
+        from rlhf.data.prompts import with_own_prompt
+
+        references = [dict(with_own_prompt(row)) for row in self.references]
+        own = [row.get("prompt") for row in references]
+        prompts = [new if isinstance(new, str) else old for new, old in zip(own, self.prompts, strict=True)]
+        return Texts(prompts=prompts, completions=self.completions, references=references)
+
 
 def decode(completions: Completions, tokenizer: BatchDecoder) -> Texts:
     """Decode prompts and completions to text, without special tokens and without the final EOS of a completion.

@@ -235,7 +235,7 @@ class VerifierReward:
             RewardError: too many gradings failed, a grader cannot start, a row names no grader, or a weight no reward.
             NonFiniteScores: no grade applies to a completion, and no other source scores it.
         """
-        texts = decode(completions, self.tokenizer)
+        texts = decode(completions, self.tokenizer).as_in_rows()
         keys = [self._key(row) for row in texts.references]
         outcomes = self.grade(texts.completions, texts.references, keys)
         self._check_failures(outcomes, texts.completions)

@@ -373,10 +373,23 @@ def test_conversations_are_messages_in_the_form_of_trl_and_texts_in_ours(tmp_pat
     assert trl(tmp_path / "ours", ours, rows) == [2.0, 3.0, 0.0]
 
 
-def test_a_text_prompt_with_a_template_stays_text_in_the_form_of_trl(tmp_path: Path) -> None:
-    rows = [{"prompt": "hello", "prompt_messages": [{"role": "user", "content": "hello"}]}] * 3
-    body = "def score(completions, **kwargs):\n    return [float(isinstance(c, str)) for c in completions]\n"
+def test_a_text_prompt_is_given_as_its_row_has_it(tmp_path: Path) -> None:
+    """Without chat template and system prompt, in both forms and in the row; a prompt that was cut as it is left."""
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    rows = [{"prompt": "<s>be brief<u>hello", "prompt_messages": messages}] * 2 + [{"prompt": "lo"}]
+    body = (
+        "def score(prompts, completions, **kwargs):\n"
+        "    assert prompts == ['hello', 'hello', 'lo'], prompts\n"
+        "    return [float(isinstance(c, str)) for c in completions]\n"
+    )
     assert trl(tmp_path, body, rows) == [1.0, 1.0, 1.0]
+    ours = (
+        "def score(prompts, completions, references):\n"
+        "    assert prompts == [row['prompt'] for row in references] == ['hello', 'hello', 'lo'], prompts\n"
+        "    return [1.0 for _ in prompts]\n"
+    )
+    (tmp_path / "ours").mkdir()
+    assert trl(tmp_path / "ours", ours, rows) == [1.0, 1.0, 1.0]
 
 
 def test_a_column_that_the_rows_do_not_have_is_named(tmp_path: Path) -> None:

@@ -84,6 +84,18 @@ def test_rewards_stand_at_the_last_token_of_each_step() -> None:
     assert rewards.tolist() == [[0, 2.5, 0, 1, 0], [1, 0, 0, 0, 0]]
 
 
+def test_a_function_gets_the_prompt_of_the_row(tmp_path: Path) -> None:
+    """A text without chat template; the messages of a conversation, and a row without a prompt, as they were read."""
+    path = tmp_path / "grades.py"
+    path.write_text("def grade(prompt, steps, row):\n    return [float(len(prompt + row.get('prompt', '')))]\n")
+    section = validate(FunctionProcess, {"type": "function", "target": f"{path}:grade"})
+    grade = section.build(lambda _: pytest.fail("no model"))
+    messages = [{"role": "user", "content": "abc"}]
+    assert grade("<u>abc", ["x"], {"prompt": "<u>abc", MESSAGES: messages}) == [6.0]
+    assert grade("<u>abc", ["x"], {"prompt": "<u>abc", MESSAGES: messages, CONVERSATION: True}) == [12.0]
+    assert grade("abcd", ["x"], {}) == [4.0]
+
+
 def test_a_function_may_reward_each_token() -> None:
     seen = []
 
