@@ -24,13 +24,13 @@ from reward_model.model import score_rows
 from reward_model.source import OWN_TEMPLATE, encode_rows, render_for_reward_model, truncate_row
 from rlhf.config.data import ChatFormat
 from rlhf.data.conversation import is_messages, messages, tools_of
-from rlhf.data.prompts import MESSAGES
 from rlhf.data.rows import BadRow
 from rlhf.data.templates import Tools
 from rlhf.data.tokenizer import left_pad, make_encoder, right_pad, vocabulary_digest
 from rlhf.errors import DataError, RewardError
 from rlhf.models.backbone import context_length, freeze
 from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.references import MESSAGES
 
 T = TypeVar("T")
 RowScores = list[float | None]

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from reward_model.model import score_rows
 from rlhf.config.data import ChatFormat
 from rlhf.data.conversation import tools_of
-from rlhf.data.prompts import MESSAGES
 from rlhf.data.rows import BadRow
 from rlhf.data.templates import Rendered, Tools
 from rlhf.data.tokenizer import Encoder, left_pad, load_tokenizer, make_encoder, right_pad, shares_vocabulary
@@ -21,6 +20,7 @@ from rlhf.errors import NonFiniteScores, RewardError
 from rlhf.models.backbone import context_length, freeze
 from rlhf.models.scalar_adapters import load_adapted
 from rlhf.models.scalar_head import ScalarHeadModel, load_reward_heads
+from rlhf.references import MESSAGES
 from rlhf.rewards.source import decode
 from rlhf.runtime.engine import Engine
 from rlhf.types import Completions, Scores

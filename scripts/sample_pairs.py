@@ -23,12 +23,13 @@ import torch
 
 from rlhf.config.load import load_train
 from rlhf.config.sections import OnlineConfig, TrainConfig
-from rlhf.data.prompts import MESSAGES, prompt_pipeline
+from rlhf.data.prompts import prompt_pipeline
 from rlhf.errors import ConfigError, UserError
 from rlhf.factory.rewards import build_source
 from rlhf.factory.sampler import Completer
 from rlhf.lab.build import resolve_lab_paths
 from rlhf.models.backbone import context_length
+from rlhf.references import MESSAGES
 from rlhf.rewards.source import decode
 from rlhf.runtime.engine import Engine
 from rlhf.runtime.seeding import derive_seed

@@ -22,7 +22,6 @@ from rlhf.data.conversation import Prompt
 from rlhf.data.files import given_rows, load_rows
 from rlhf.data.formats import PROMPTS
 from rlhf.data.paths import resolve_best
-from rlhf.data.prompts import CONVERSATION, MESSAGES
 from rlhf.data.rows import DataRow, RowCounts
 from rlhf.data.tokenizer import as_completions, byte_tokenizer, load_tokenizer
 from rlhf.errors import ConfigError
@@ -30,6 +29,7 @@ from rlhf.evaluation.reward_check import CheckRow, Graded, RewardCheck, Score, c
 from rlhf.factory.rewards import build_source
 from rlhf.models.folders import member_folders, model_folder
 from rlhf.plugins import load_plugins
+from rlhf.references import CONVERSATION, MESSAGES
 from rlhf.rewards.function import ARGUMENTS
 from rlhf.rewards.source import RewardSource, Source
 from rlhf.rewards.verifier import GRADING

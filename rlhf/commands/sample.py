@@ -20,11 +20,12 @@ from rlhf.commands.notices import warn_of_rounding
 from rlhf.config.data import ChatFormat, PromptsConfig
 from rlhf.config.load import load_chat_format
 from rlhf.config.sections import SamplingConfig
-from rlhf.data.prompts import CONVERSATION, MESSAGES, own_prompt, prompt_pipeline
+from rlhf.data.prompts import prompt_pipeline
 from rlhf.errors import DataError, UserError
 from rlhf.factory.sampler import GREEDY, NO_TEMPLATE, Completer, Conversation, Drawing, published_drawing
 from rlhf.models.backbone import context_length
 from rlhf.models.folders import digest_of_model
+from rlhf.references import CONVERSATION, MESSAGES, own_prompt
 from rlhf.runtime.seeding import derive_seed
 from rlhf.tracking.fingerprint import combine_digests
 from rlhf.tracking.progress import printable

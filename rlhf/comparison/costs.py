@@ -13,8 +13,11 @@ from torch import nn
 
 from rlhf.config.compare import BudgetConfig, BudgetUnit
 from rlhf.config.sections import OfflineConfig, TrainConfig
+from rlhf.data.tokenizer import base_of_adapter, locate_model
 from rlhf.models.folders import member_folders, model_folder
 from rlhf.models.policy_models import Models
+from rlhf.models.weight_files import local_folder
+from rlhf.rewards.process import ProcessReward
 from rlhf.rewards.source import Source, sources_in
 from rlhf.tracking.metrics import format_duration
 from rlhf.tracking.run_folder import write_atomically
@@ -201,11 +204,20 @@ def count_source_parameters(source: Source | None) -> int:
     return sum(_model_parameters(path) for _, inner in sources_in(source) for path in inner.model_paths().values())
 
 
+def _process_parameters(process: ProcessReward | None) -> int:
+    return 0 if process is None else sum(map(_model_parameters, process.model_paths().values()))
+
+
 def _model_parameters(path: str) -> int:
     members = member_folders(path)
     if members:
         return sum(_model_parameters(str(member)) for member in members)
-    return sum(_stored_parameters(file) for file in sorted(Path(model_folder(path)).glob("*.safetensors")))
+    location = locate_model(model_folder(path))
+    folder = local_folder(location)
+    if folder is None or location.gguf is not None:
+        return 0
+    own = sum(_stored_parameters(file) for file in sorted(folder.glob("*.safetensors")))
+    return own + (_model_parameters(base_of_adapter(folder)) if location.is_adapter else 0)
 
 
 def _stored_parameters(file: Path) -> int:
@@ -225,7 +237,8 @@ def _sizes(run: OnlineRun | OfflineRun, config: TrainConfig) -> Sizes:
         reference=_reference_parameters(run.models, policy),
         critic=count_parameters(run.models.critic),
         reward=count_source_parameters(run.config.reward.source)
-        + (0 if run.config.reward.cost is None else count_source_parameters(run.config.reward.cost.source)),
+        + (0 if run.config.reward.cost is None else count_source_parameters(run.config.reward.cost.source))
+        + _process_parameters(run.config.reward.process),
         teacher=0 if run.models.teacher is None else run.models.teacher.parameters,
     )
 

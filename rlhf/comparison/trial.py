@@ -12,7 +12,7 @@ import operator
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -218,9 +218,10 @@ def _draw(
     batches = list(prompts.batches(max(1, train.sampling.batch_size // arm.samples)))
     sampler = completer.player(train.environment, train.plugins)
     completions = sample_batches(sampler, batches, key=key, group_size=arm.samples)
-    proxy = build_source(cell.proxy, completer.tokenizer, engine, leaves_out=True)(completions)
+    alone = replace(completions, group_size=1)  # a source may standardize within groups, as gdpo in training
+    proxy = build_source(cell.proxy, completer.tokenizer, engine, leaves_out=True)(alone)
     seconds = time.perf_counter() - start
-    gold = build_source(judge, completer.tokenizer, engine, leaves_out=True)(completions)
+    gold = build_source(judge, completer.tokenizer, engine, leaves_out=True)(alone)
     return BestOfNSamples(completions, gold, proxy, arm.samples), seconds
 
 

@@ -181,7 +181,12 @@ def check_out_dir(path: str, key: str = "run.out_dir") -> None:
 
 
 def missing_model(path: str) -> str | None:
-    """Return why a model cannot be loaded from a path or hub id; None if there is nothing against it."""
+    """Return why a model cannot be loaded from a path or hub id; None if there is nothing against it.
+
+    Raises:
+        ConfigError: RUN@best is meant, and the run has kept none.
+    """
+    path = resolve_best(path)
     if is_missing(path, MODEL_PREFIXES, suffixes=(".gguf",)):
         return missing(path)
     return None if Path(path).expanduser().exists() else _not_on_hub(path)
@@ -296,6 +301,9 @@ def model_paths(config: TrainConfig | RewardModelConfig) -> Iterator[tuple[str, 
         yield "critic.init", config.critic.init
     if config.reward is not None and "reward" not in unread:
         yield from _source_paths(config.reward, "reward")
+        if config.reward.process is not None:
+            process = config.reward.process.model_paths()
+            yield from ((f"reward.process.{field}", path) for field, path in process.items())
     yield from _source_paths(config.eval, "eval")
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -16,16 +15,15 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.algorithms.rescue import Hint
 from rlhf.config.data import ChatFormat, PromptsConfig
-from rlhf.data.conversation import Message, Prompt
+from rlhf.data.conversation import Prompt
 from rlhf.data.datasets import BatchStream, EncodedRow, Entry, PreparedRow, RowPipeline, check_ids, has_text_prompt
 from rlhf.data.formats import ASSISTANT, PROMPTS, PromptText, is_transcript
 from rlhf.data.rows import BadRow, DataRow, RowCounts
 from rlhf.data.tokenizer import Encoder, LengthLimit, left_pad, make_encoder, truncate_start
 from rlhf.errors import DataError
+from rlhf.references import CONVERSATION, MESSAGES
 from rlhf.types import Prompts
 
-MESSAGES = "prompt_messages"  # the reference column with the prompt as messages, if it is a conversation
-CONVERSATION = "prompt_is_conversation"  # the reference column that is True if the row has messages rather than a text
 SOURCE = "prompt_source"  # the reference column with the name of the source, if the prompts are a mixture
 NO_HINT: list[int] = []  # the ids of a prompt that a hint cannot be put into: its row has none, or it gets too long
 
@@ -167,20 +165,6 @@ def _reference(usable: PreparedRow[PromptText], ids: EncodedRow, encoder: Encode
     if usable.text.messages and not has_text_prompt(usable.row.values):
         columns[CONVERSATION] = True
     return {**columns, MESSAGES: list(usable.text.messages)} if usable.text.messages and ids.whole else columns
-
-
-def own_prompt(reference: Mapping[str, Any]) -> Prompt:
-    """Return the prompt of a reference as its row has it; of a prompt that was cut, the text that is left."""
-    if MESSAGES not in reference:
-        return str(reference["prompt"])
-    turns: list[Message] = reference[MESSAGES]
-    return turns if CONVERSATION in reference else str(turns[-1]["content"])
-
-
-def with_own_prompt(reference: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a reference with the prompt as its row has it; a conversation keeps the text that the model reads."""
-    own = own_prompt(reference) if MESSAGES in reference else None
-    return {**reference, "prompt": own} if isinstance(own, str) else reference
 
 
 def encode_conversations(

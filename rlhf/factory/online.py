@@ -346,7 +346,7 @@ def _assemble(
         export=export_model,
         process=build_process(config.reward.process, tokenizer, engine),
         servers=built.servers,
-        watch=build_watch(config.reward.watch, tokenizer, engine, seed=config.run.seed, warn=session.recorder.note),
+        watch=build_watch(config.reward, tokenizer, engine, seed=config.run.seed, warn=session.recorder.note),
     )
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from reward_model.ensemble import EnsembleModelSource
 from reward_model.source import RewardModelSource
 from rlhf.config.load import load_chat_format
-from rlhf.config.reward import WatchConfig
+from rlhf.config.reward import RewardConfig
 from rlhf.data.paths import resolve_best
 from rlhf.errors import ConfigError
 from rlhf.factory.context import RunContext
@@ -105,7 +105,7 @@ def identify_process(config: ProcessReward | None, context: RunContext) -> None:
 
 
 def build_watch(
-    config: WatchConfig | None,
+    reward: RewardConfig,
     tokenizer: PreTrainedTokenizerBase,
     engine: Engine,
     *,
@@ -113,10 +113,12 @@ def build_watch(
     warn: Callable[[str], None],
 ) -> WatchingJudge | None:
     """Build the judge that watches the training completions; None without one. For errors see build_source."""
+    config = reward.watch
     if config is None:
         return None
     source = build_source(config.source, tokenizer, engine, warn)
-    return WatchingJudge(source=source, rows=config.rows, every=config.every, seed=seed, warn=warn)
+    raw = "weighted_sum" if reward.source.standardizes_in_groups else "raw"
+    return WatchingJudge(source=source, rows=config.rows, every=config.every, seed=seed, warn=warn, raw=raw)
 
 
 def _load_model(config: ModelSource, context: SourceContext, *, engine: Engine) -> RewardSource:

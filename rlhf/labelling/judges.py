@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from rlhf.config.reward import ChatPairsConfig
 from rlhf.data.paths import source_at
 from rlhf.labelling.data import LabelGroup
+from rlhf.references import CONVERSATION, MESSAGES
 from rlhf.rewards.source import Source, sources_in
 from rlhf.section import Choice, OneOf
 
@@ -211,7 +212,6 @@ def verdict_of_pairs(
 def group_completions(groups: Sequence[LabelGroup]) -> Completions:
     """Return the completions of groups as rows, in order, each finished; their tokens are bytes."""
     from rlhf.data.datasets import has_text_prompt
-    from rlhf.data.prompts import CONVERSATION, MESSAGES
     from rlhf.data.tokenizer import as_completions, byte_tokenizer
 
     tokenizer = byte_tokenizer()

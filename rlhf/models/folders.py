@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf.data.paths import best_checkpoint, resolve_best
 from rlhf.data.tokenizer import base_of_adapter, locate_model
@@ -17,6 +18,7 @@ from rlhf.tracking.run_folder import RunFolder, completed_step, write_atomically
 MODEL = "model"  # the trained model, in a run folder and in each checkpoint
 CRITIC = "critic"
 ADAPTER_FOLDER = "adapter"  # beside the model of a run that exports both
+HEAD_SETTINGS = ("score_mean", "score_std", "ensemble_size", "step_separator")  # in the config.json of reward models
 MEMBERS = "ensemble.json"  # in a folder of separate reward models: the paths of the members, relative to the folder
 
 
@@ -25,13 +27,18 @@ def model_folder(path: str) -> str:
 
     A run that has ended and lost its model stands for a checkpoint: the best one if it exports that, otherwise the
     last. The last one of a run with an average of the weights has others than the export, and is refused; so are those
-    of a reward model, which is calibrated after its last step.
+    of a reward model, which is calibrated after its last step, and its RUN@best.
 
     Raises:
         ModelError: the run folder has none of them.
     """
-    path = resolve_best(path)
+    given, path = path, resolve_best(path)
     folder = Path(path).expanduser()
+    if path != given and _is_calibrated(RunFolder(folder).read_config()):
+        raise ModelError(
+            f"{given}: the best checkpoint of this reward model is not calibrated, as the run's model is: name "
+            f"{given.removesuffix('@best')}, which has the best weights unless checkpoint.best.restore is false"
+        )
     if not (folder / "checkpoints").is_dir() and not (folder / "config.yaml").is_file():
         return path
     if (folder / MODEL).is_dir():
@@ -57,7 +64,7 @@ def _exported_checkpoint(run: RunFolder, step: int) -> Path:
     exports_best = best is not None and best.get("restore", True)
     folder = best_checkpoint(run.path) if exports_best else run.checkpoints / f"step-{step:06d}"
     lacks = None
-    if config.get("calibration", {}).get("data", "none") != "none" and config.get("process") is None:
+    if _is_calibrated(config):
         lacks = "is not calibrated"
     elif not exports_best and config.get("policy", {}).get("ema_decay") is not None:
         lacks = "does not have the averaged weights"
@@ -68,6 +75,10 @@ def _exported_checkpoint(run: RunFolder, step: int) -> Path:
             f"checkpoint {what}: put {MODEL}/ back, or train the run again"
         )
     return folder
+
+
+def _is_calibrated(config: Mapping[str, Any]) -> bool:
+    return config.get("calibration", {}).get("data", "none") != "none" and config.get("process") is None
 
 
 def find_export_damage(folder: Path) -> str | None:
@@ -85,7 +96,7 @@ def write_members(folder: Path, members: Sequence[str]) -> None:
 def digest_of_model(path: str) -> str | None:
     """Compute a digest of the weight files of a run, model folder, GGUF file, adapter, ensemble or cached hub id.
 
-    None if there are no such files on this machine.
+    The calibration of a reward model is a part of it. None if there are no such files on this machine.
     """
     members = member_folders(path)
     if members:
@@ -95,9 +106,18 @@ def digest_of_model(path: str) -> str | None:
         return content_digest(Path(location.path))
     folder = local_folder(location)
     digest = None if folder is None else weights_digest(folder)
-    if digest is None or folder is None or not location.is_adapter:
-        return digest
-    return combine_digests([digest, digest_of_model(base_of_adapter(folder)) or ""])
+    if digest is None or folder is None:
+        return None
+    base = [digest_of_model(base_of_adapter(folder)) or ""] if location.is_adapter else []
+    parts = [digest, *base, *_head_settings(folder)]
+    return combine_digests(parts) if len(parts) > 1 else digest
+
+
+def _head_settings(folder: Path) -> list[str]:
+    """Read the settings that change a reward model's scores beside its weights; empty if it has none."""
+    file = folder / "config.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return [f"{name} {settings[name]}" for name in HEAD_SETTINGS if name in settings]
 
 
 def member_folders(path: str) -> list[Path]:

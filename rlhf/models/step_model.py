@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerBase
 
-from rlhf.data.prompts import MESSAGES, own_prompt
 from rlhf.data.steps import StepEncoder
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import DataError, ModelError, RewardError
 from rlhf.models.backbone import context_length
 from rlhf.models.folders import model_folder
 from rlhf.models.scalar_head import ScalarHeadModel
+from rlhf.references import MESSAGES, own_prompt
 from rlhf.rewards.process import ModelProcess
 
 SEPARATOR = "step_separator"  # in config.json: the text after a step in the data that the model was trained on

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 from annotated_types import Gt
 
 from rlhf.errors import RewardError, did_you_mean
+from rlhf.references import CONVERSATION, MESSAGES
 from rlhf.rewards.source import BatchDecoder, Source, SourceContext, Texts, checked_scores, decode, quoted
 from rlhf.user_code import UserCode, files_of, load_function
 
@@ -224,8 +225,6 @@ class FunctionReward:
         Raises:
             RewardError: the function requires a column that the rows do not have.
         """
-        from rlhf.data.prompts import CONVERSATION, MESSAGES
-
         rows = texts.references
         known = {name for row in rows for name in row}
         known -= {*ARGUMENTS, *self.kwargs, "prompt", MESSAGES, CONVERSATION}
@@ -258,8 +257,6 @@ def check_function(target: str, kwargs: Mapping[str, Any]) -> None:
 
 def _as_messages(row: Mapping[str, Any], prompt: str, completion: str) -> tuple[Any, Any]:
     """Return prompt and completion as messages if the row is a conversation, otherwise as they are."""
-    from rlhf.data.prompts import CONVERSATION, MESSAGES
-
     if not row.get(CONVERSATION):
         return prompt, completion
     messages = row.get(MESSAGES) or [{"role": "user", "content": prompt}]  # a prompt that was cut has no messages

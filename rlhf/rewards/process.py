@@ -18,6 +18,7 @@ from annotated_types import Ge
 from pydantic import Field
 
 from rlhf.errors import RewardError
+from rlhf.references import with_own_prompt
 from rlhf.rewards.source import quoted, unpadded_ids
 from rlhf.section import Choice
 from rlhf.user_code import UserCode, files_of, load_function
@@ -105,8 +106,6 @@ class FunctionProcess(ProcessReward):
         function = load_function(self.target)
 
         def grade(prompt: str, steps: list[str], row: Mapping[str, Any]) -> Sequence[float]:
-            from rlhf.data.prompts import with_own_prompt
-
             row = with_own_prompt(row)
             prompt = row["prompt"] if isinstance(row.get("prompt"), str) else prompt
             with UserCode(f"the process reward {self.target!r}", f" (called with {len(steps)} steps)"):

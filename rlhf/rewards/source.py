@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from rlhf.errors import NonFiniteScores, RewardError
+from rlhf.references import with_own_prompt
 from rlhf.rewards.channels import final_message, writes_channels
 from rlhf.section import Choice, Section, walk
 
@@ -169,8 +170,6 @@ class Texts:
 
         A conversation, and a prompt that was cut, keep the text that the model reads.
         """
-        from rlhf.data.prompts import with_own_prompt
-
         references = [dict(with_own_prompt(row)) for row in self.references]
         own = [row.get("prompt") for row in references]
         prompts = [new if isinstance(new, str) else old for new, old in zip(own, self.prompts, strict=True)]

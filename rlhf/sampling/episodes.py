@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf.batching import concat, extend
 from rlhf.data.bridge import make_bridge, writes_tools
 from rlhf.data.conversation import Message, mark, with_marks
-from rlhf.data.prompts import CONVERSATION, MESSAGES, SOURCE, own_prompt
+from rlhf.data.prompts import SOURCE
 from rlhf.data.rows import BadRow
 from rlhf.data.tokenizer import Encoder, left_pad
 from rlhf.environments.host import Act, Begin, End, HostReply, HostRequest
@@ -35,6 +35,7 @@ from rlhf.environments.protocol import (
 from rlhf.environments.section import ERROR_SHARE, EnvironmentConfig
 from rlhf.environments.tools import tool_guide
 from rlhf.errors import ConfigError, RewardError
+from rlhf.references import CONVERSATION, MESSAGES, own_prompt
 from rlhf.rewards.source import decode
 from rlhf.runtime.distributed import SINGLE_PROCESS, Distributed
 from rlhf.runtime.seeding import derive_seed

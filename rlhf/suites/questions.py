@@ -221,7 +221,7 @@ def pick_best(
 
     def pick(completions: Completions) -> Int[Tensor, " Q"]:
         references = tuple(dict(row) for row in rows for _ in range(count))
-        scores = source(replace(completions, references=references)).values.view(-1, count)
+        scores = source(replace(completions, references=references, group_size=1)).values.view(-1, count)
         return picks(scores, count) + torch.arange(len(scores)) * count
 
     return pick

@@ -43,6 +43,7 @@ class WatchingJudge:
     every: int
     seed: int
     warn: Callable[[str], None]
+    raw: str = "raw"  # the part of the training scores to compare with: before shaping, and not standardized
 
     def __call__(self, completions: Completions, scores: Scores, step: int) -> Metrics:
         """Compute the metrics of a step; empty if it is not watched.
@@ -64,7 +65,7 @@ class WatchingJudge:
             metrics.add("watch/failed", 1.0)
             return metrics
         metrics.add("watch/failed", 0.0)
-        metrics.update(watch_metrics(scores.parts.get("raw", scores.values)[index], watched))
+        metrics.update(watch_metrics(scores.parts.get(self.raw, scores.values)[index], watched))
         return metrics
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import word_rewards
 from cases import GROUPS, compare_tree, compared, here, plan_of
 
 from rlhf.comparison.aggregate import read_cells
@@ -97,3 +99,21 @@ def test_a_comparison_of_these_arms_continues_where_it_stopped(continued: Contin
     cell = plan_of(continued.tree).of("online_dpo")[0]
     assert (cell.folder / "metrics.jsonl").read_bytes() == continued.first_metrics
     assert (continued.path / "compare" / "report.html").is_file()
+
+
+def test_scores_that_gdpo_standardizes_in_training_are_sums_in_best_of_n(tmp_path: Path) -> None:
+    """Its first sample of each prompt is one of the start's answers: both are scored on one scale."""
+    sources = [{"type": "function", "target": f"{word_rewards.__file__}:count_{what}"} for what in ("good", "words")]
+    gdpo = {"type": "ensemble", "how": "gdpo", "weights": [1.0, 1.0], "sources": sources}
+    tree = compare_tree(tmp_path, seeds=[0], evaluations=1, reward_source=gdpo)
+    centered = {"preset": "grpo", "advantage": {"baseline": "centered"}}
+    tree["arms"] = {
+        "grpo": {"algorithm": centered, "sampling": {"completions_per_prompt": 4}, "batch": {"prompts_per_step": 4}},
+        "best_of_n": {"type": "best_of_n", "n": 2, "samples": 4},
+    }
+    assert compared(tree)
+    judged = json.loads((tmp_path / "compare" / "best_of_n" / "seed-0" / "judged.json").read_text(encoding="utf-8"))
+    for row in judged["rows"]:
+        words = row["completion"].split()
+        share = (words.count("good") - words.count("bad")) / max(len(words), 1)
+        assert row["proxy"] == pytest.approx(share + words.count("good"))

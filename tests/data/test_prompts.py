@@ -11,9 +11,10 @@ from made_tokenizers import byte_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.data import PromptsConfig
-from rlhf.data.prompts import PromptSet, PromptStream, own_prompt, prompt_pipeline
+from rlhf.data.prompts import PromptSet, PromptStream, prompt_pipeline
 from rlhf.data.rows import place_of
 from rlhf.errors import DataError
+from rlhf.references import own_prompt
 from rlhf.types import Prompts
 
 Write = Callable[..., str]

@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.config.data import ChatFormat, PreferencesConfig, PromptsConfig, SftConfig
 from rlhf.data.pairs import DemonstrationSet, PairSet, demonstration_pipeline, pair_pipeline
-from rlhf.data.prompts import MESSAGES, PromptSet, prompt_pipeline
+from rlhf.data.prompts import PromptSet, prompt_pipeline
 from rlhf.data.templates import Template, turn_end
 from rlhf.data.tokenizer import load_tokenizer, make_encoder, stop_token_ids
 from rlhf.errors import DataError
+from rlhf.references import MESSAGES
 
 Write = Callable[..., str]
 

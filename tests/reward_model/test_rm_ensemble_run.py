@@ -13,15 +13,18 @@ from runs import largest_difference, make_model, pairs_file, ppo_tree, quiet, tr
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.api.training import run_reward_model
+from rlhf.comparison.costs import count_source_parameters
 from rlhf.config.files import merge
 from rlhf.config.load import validate
 from rlhf.config.sections import RewardModelConfig
+from rlhf.data.paths import missing_model
 from rlhf.errors import ConfigError, ModelError
 from rlhf.factory.reward_card import compute_report_card, score_gaps
 from rlhf.factory.reward_model import build_reward_model
-from rlhf.models.folders import member_folders
+from rlhf.models.folders import member_folders, model_folder
 from rlhf.models.scalar_head import as_ensemble, load_scalar_head
 from rlhf.models.step_model import save_step_model
+from rlhf.rewards.model import ModelSource
 from rlhf.training.offline import train_offline
 
 
@@ -289,3 +292,28 @@ def test_heads_that_are_not_trained_further_are_refused(
     with pytest.raises(ModelError, match=r"whose heads are not trained further: name") as error:
         build_reward_model(config(settings), quiet())
     assert "damaged" not in str(error.value)
+
+
+def test_the_best_checkpoint_of_a_calibrated_model_is_no_judge(tmp_path: Path) -> None:
+    """It has the scores before calibration; the run's own model has the best weights and is calibrated."""
+    settings = tree(tmp_path) | {"ensemble": 1, "checkpoint": {"best": {}}, "eval": {"every": 2}}
+    run_reward_model(config(settings), quiet())
+    best = f"{tmp_path / 'rm'}@best"
+    assert missing_model(best) is None
+    with pytest.raises(ModelError, match=r"is not calibrated, as the run's model is: name .*rm, which has the best"):
+        model_folder(best)
+    with pytest.raises(ConfigError, match="has kept no best checkpoint"):
+        missing_model(f"{tmp_path / 'other'}@best")
+    raw = settings | {"calibration": {"data": "none"}, "run": settings["run"] | {"out_dir": str(tmp_path / "raw")}}
+    run_reward_model(config(raw), quiet())
+    assert Path(model_folder(f"{tmp_path / 'raw'}@best")).is_dir()
+
+
+def test_an_adapter_is_counted_with_its_base(tmp_path: Path) -> None:
+    counts = []
+    for kind in ("merged", "adapter"):
+        settings = tree(tmp_path, kind) | {"ensemble": 1, "schedule": {"steps": 1, "epochs": None}}
+        settings["model"] |= {"lora": {"r": 2}, "export": kind}
+        run_reward_model(config(settings), quiet())
+        counts.append(count_source_parameters(ModelSource(path=str(tmp_path / kind))))
+    assert counts[0] <= counts[1] < 2 * counts[0]

@@ -21,11 +21,11 @@ from reward_model.server import parse_request
 from reward_model.source import OWN_TEMPLATE, RewardModelSource, render_for_reward_model, truncate_row
 from rlhf.batching import concat
 from rlhf.data.conversation import tools_of
-from rlhf.data.prompts import MESSAGES
 from rlhf.data.tokenizer import make_encoder, shares_vocabulary
 from rlhf.errors import ModelError, RewardError
 from rlhf.factory.rewards import build_source
 from rlhf.models.scalar_head import ScalarHeadModel, sequence_scores
+from rlhf.references import MESSAGES
 from rlhf.rewards.model import ModelSource
 from rlhf.rewards.source import ShardedReward
 from rlhf.runtime.engine import Engine

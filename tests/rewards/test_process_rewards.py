@@ -25,11 +25,12 @@ from transformers import (
 )
 
 from rlhf.algo.advantages import gae, token_rewards
-from rlhf.config.load import validate
-from rlhf.data.prompts import CONVERSATION, MESSAGES
+from rlhf.config.load import train_config, validate
+from rlhf.data.paths import model_paths
 from rlhf.errors import ConfigError, ModelError, RewardError
 from rlhf.models.lora import quiet_peft
 from rlhf.models.step_model import load_step_model
+from rlhf.references import CONVERSATION, MESSAGES
 from rlhf.rewards.process import FunctionProcess, ModelProcess, ProcessGrader, find_steps
 
 
@@ -239,6 +240,12 @@ def test_a_classifier_of_whole_answers_is_named_as_such(tmp_path: Path) -> None:
         text = refusal_of(tmp_path / name)
         assert f"a classifier of whole answers ({model.__name__})" in text
         assert ("reward.source.path" in text) == (classes == 1)
+
+
+def test_the_model_is_among_the_models_of_a_run(tmp_path: Path) -> None:
+    """A missing one is told before the run, and a comparison keeps its digest."""
+    tree = ppo_tree(tmp_path, reward={"process": {"type": "model", "path": "runs/steps"}})
+    assert ("reward.process.path", "runs/steps") in list(model_paths(train_config(tree)))
 
 
 def test_a_run_with_such_a_model(tmp_path: Path) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import word_rewards
+from runs import ppo_tree, trained
 from tiny_models import completions_of
 
+from rlhf.config.files import merge
 from rlhf.errors import RewardError
 from rlhf.training.watch import WatchingJudge, watch_metrics
 from rlhf.types import Completions, Scores
@@ -69,6 +74,23 @@ def test_it_compares_the_same_rows_before_shaping() -> None:
     watching(BATCH, scores, 4)
     watching(BATCH, scores, 5)
     assert reader.seen[0] == reader.seen[1] != reader.seen[2]
+
+
+def test_scores_that_gdpo_standardizes_are_compared_by_their_sum(tmp_path: Path) -> None:
+    """The judge is the sum of the same sources: nothing is between the two."""
+    sources = [{"type": "function", "target": f"{word_rewards.__file__}:count_{what}"} for what in ("good", "words")]
+    tree = ppo_tree(tmp_path, eval={"every": 0}, schedule={"steps": 2})
+    del tree["critic"]
+    tree["reward"] = {
+        "source": {"type": "ensemble", "how": "gdpo", "sources": sources},
+        "watch": {"source": {"type": "ensemble", "how": "sum", "sources": sources}},
+    }
+    tree["algorithm"] = {"preset": "grpo", "advantage": {"baseline": "centered"}}
+    trained(merge(tree, {"sampling": {"completions_per_prompt": 4}}))
+    text = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    gaps = [line["watch/gap"] for line in lines if "watch/gap" in line]
+    assert gaps == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
 def test_it_looks_at_every_so_many_steps() -> None:
