@@ -6,7 +6,7 @@
 
 Per arm and seed: the share of held-out prompts whose answer parses, is right, and is right and nothing else (with
 Wilson's 95 % intervals), the KL to the start, the answers' length, the mean effective sample size of importance
-weights, and the training's time and memory. Writes JSON, with the variance that the critic explains in either half of
+weights, and the training's time and memory. Writes JSON, with the variance that the critic explains in each half of
 the run, and prints the rows of a Markdown table.
 """
 

@@ -90,10 +90,13 @@ JSON_ARMS = {
     "RLOO": "rloo",
 }
 ON_A_GPU = "## 4,096 completions on one GPU"
+ON_A_CPU = "## 4,096 completions on a CPU"
+CHEAPER_MEANS = "## GRPO by cheaper means"
 JSON_TABLES = [
     ("README.md", "compare_json.json"),
     ("docs/results.md", "compare_json.json"),
     ("docs/experiments/json.md", "compare_json.json"),
+    ("docs/experiments/json.md", "compare_json_4096.json"),
     ("docs/experiments/json.md", "compare_json_h100.json"),
     ("docs/experiments/json.md", "compare_json_h200.json"),
 ]
@@ -102,8 +105,9 @@ JSON_TABLES = [
 @pytest.mark.parametrize(("name", "file"), JSON_TABLES)
 def test_the_comparison_on_json(name: str, file: str) -> None:
     results, seen = read(file), set()
-    text = page(name).split(ON_A_GPU)
-    for row in rows(text[-1] if "_h" in file else text[0]):
+    short, long = page(name).split(ON_A_GPU)[0], page(name).split(ON_A_GPU)[-1]
+    cpu = short.split(ON_A_CPU)[-1].split(CHEAPER_MEANS)[0]
+    for row in rows(long if "_h" in file else cpu if "_4096" in file else short.split(ON_A_CPU)[0]):
         label, _, seed = row[0].partition(", seed ")
         if JSON_ARMS.get(label) not in results or not re.fullmatch(r"\d+ \[\d+, \d+\]", row[1]):
             continue
@@ -128,7 +132,7 @@ CHEAPER = {
 
 
 def test_grpo_by_cheaper_means() -> None:
-    text = page("docs/experiments/json.md").split("## GRPO by cheaper means")[1].split(ON_A_GPU)[0]
+    text = page("docs/experiments/json.md").split(CHEAPER_MEANS)[1].split(ON_A_GPU)[0]
     short, long = text.split("Four times as many")
     for part, file in ((short, "compare_json_grpo.json"), (long, "compare_json_grpo_h200.json")):
         results, seen = read(file), {"start"}
@@ -254,6 +258,24 @@ def test_the_suites_on_the_other_models_of_detox() -> None:
         assert wrong(numbers(shown), [scale * gain[key] for key in ends]) == [], pattern
     distances = [models[f"{arm}-seed-0"]["kl"] for arm in ("online_dpo", "dpo_sampled", "rejection_sampling")]
     assert wrong(["7", "10"], [min(distances), max(distances)]) == []
+
+
+def test_what_the_page_says_of_json_on_a_cpu() -> None:
+    text = " ".join(page("docs/experiments/json.md").split(ON_A_CPU)[1].split(CHEAPER_MEANS)[0].split())
+    cells = list(read("compare_json_4096.json")["ppo"].values())
+    minutes = re.search(r"(\d+), (\d+) and (\d+) minutes of one core", text)
+    assert minutes is not None
+    assert wrong(list(minutes.groups()), [cell["costs"]["seconds"] / 60 for cell in cells]) == []
+    told = re.search(
+        r"(\.\d+), (\.\d+) and (\.\d+) of the variance .*?, (\.\d+), (\.\d+) and (\.\d+) in the first", text
+    )
+    assert told is not None
+    assert wrong(decimals(" ".join(told.groups()[:3])), [cell["explained_variance"][1] for cell in cells]) == []
+    assert wrong(decimals(" ".join(told.groups()[3:])), [cell["explained_variance"][0] for cell in cells]) == []
+    share = re.search(r"the prompt alone explains (\.\d+)", text)
+    assert share is not None
+    (ceiling,) = read_list("critic_ceiling_json.json")
+    assert wrong(decimals(share[1]), [ceiling["between prompts"]]) == []
 
 
 def test_what_pages_say_of_json_on_a_gpu() -> None:

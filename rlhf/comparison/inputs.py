@@ -17,7 +17,8 @@ from rlhf.config.load import validate
 from rlhf.data.files import read_files
 from rlhf.data.paths import data_paths, model_paths, section_paths
 from rlhf.errors import ConfigError, DataError, ModelError, command_or_call
-from rlhf.models.folders import digest_of_model
+from rlhf.models.folders import digest_of_calibration, digest_of_model
+from rlhf.rewards.chat import ChatConfig
 from rlhf.rewards.pair_judge import PairwiseJudge
 from rlhf.rewards.source import Source, sources_in
 from rlhf.section import Section, walk
@@ -44,7 +45,10 @@ class Digests:
     def of(self, cell: CellConfig) -> InputDigests:
         """Return the digests of everything on this machine that a cell reads."""
         return {
-            "weights": self._digests("weights", _model_paths(cell), digest_of_model),
+            "weights": {
+                **self._digests("weights", _model_paths(cell), digest_of_model),
+                **self._digests("weights", map(_Calibration, _model_paths(cell)), _Calibration.digest),
+            },
             "data": self._digests("data", _rows(cell), _digest_of_rows),
             "code": dict(_code(cell)),
         }
@@ -76,6 +80,17 @@ def _model_paths(cell: CellConfig) -> Iterator[str]:
     yield from (path for suite in _suites(cell) for _, path in suite.models())
     if cell.proxy is not None:
         yield from (path for _, source in sources_in(cell.proxy) for path in source.model_paths().values())
+
+
+class _Calibration(NamedTuple):
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, its calibration"
+
+    def digest(self) -> str | None:
+        """Compute the digest; None if the model has no calibration."""
+        return digest_of_calibration(self.path)
 
 
 class _Rows(NamedTuple):
@@ -113,7 +128,8 @@ def _code(cell: CellConfig) -> Iterator[tuple[str, str]]:
 def _code_of(sections: Iterable[Section]) -> Iterator[tuple[str, str]]:
     for section in sections:
         target = str(getattr(section, "target", ""))
-        files = [*files_of(target).values(), *(section.code_files().values() if isinstance(section, Source) else ())]
+        own = section.code_files() if isinstance(section, ChatConfig | Source) else {}
+        files = [*files_of(target).values(), *own.values()]
         yield from ((str(file), content_digest(file)) for file in files)
         if (source := source_of(target)) is not None:
             yield target, combine_digests([source])
@@ -121,8 +137,8 @@ def _code_of(sections: Iterable[Section]) -> Iterator[tuple[str, str]]:
 
 def digest_of_judge(judge: PairwiseJudge) -> str | None:
     """Compute one digest of the models and the code that a judge of pairs reads; None if a model is gone."""
-    with suppress(ModelError):
-        models = [str(digest_of_model(path)) for _, path in judge.models()]
+    with suppress(ConfigError, ModelError):
+        models = [f"{digest_of_model(path)} {digest_of_calibration(path)}" for _, path in judge.models()]
         return combine_digests([*models, *(digest for _, digest in _code_of(section for _, section in walk(judge)))])
     return None
 

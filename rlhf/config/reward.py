@@ -69,11 +69,6 @@ class RewardConfig(Section):
                 "reward.shaping.normalize changes the scale that algorithm.lagrange weighs the cost on: remove one of "
                 "the two"
             )
-        if algorithm.lagrange is not None and self.process is not None:
-            raise ValueError(
-                "reward.process is not weighed against the cost of algorithm.lagrange, so it could outbid any "
-                "multiplier: remove one of the two, or make the grades of the steps a part of the score"
-            )
         if self.cost is None:
             return
         if self.cost.source.standardizes_in_groups:

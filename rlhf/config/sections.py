@@ -656,11 +656,6 @@ class OnlineConfig(TrainSections):
         if self.algorithm.rescue is not None:
             prompts = self.data.prompts
             self.algorithm.rescue.check_run(old_log_probs, prompts.first_tokens, is_plain=prompts.is_plain)
-        if self.algorithm.lagrange is not None and self.checkpoint.best is not None:
-            raise ValueError(
-                "checkpoint.best keeps the model with the highest score, whatever its cost, and algorithm.lagrange "
-                "limits the cost: remove one of the two"
-            )
         if self.algorithm.curriculum is not None:
             self.algorithm.curriculum.check_run(is_plain=self.data.prompts.is_plain)
         if self.algorithm.advantage.needs_critic:  # without a critic the section is unread, which is a warning

@@ -181,12 +181,11 @@ def check_out_dir(path: str, key: str = "run.out_dir") -> None:
 
 
 def missing_model(path: str) -> str | None:
-    """Return why a model cannot be loaded from a path or hub id; None if there is nothing against it.
-
-    Raises:
-        ConfigError: RUN@best is meant, and the run has kept none.
-    """
-    path = resolve_best(path)
+    """Return why a model cannot be loaded from a path or hub id; None if there is nothing against it."""
+    try:
+        path = resolve_best(path)
+    except ConfigError as error:
+        return str(error)
     if is_missing(path, MODEL_PREFIXES, suffixes=(".gguf",)):
         return missing(path)
     return None if Path(path).expanduser().exists() else _not_on_hub(path)

@@ -161,7 +161,9 @@ def _limit(config: PromptsConfig, context: int | None, max_new_tokens: int) -> L
 def _reference(usable: PreparedRow[PromptText], ids: EncodedRow, encoder: Encoder) -> Mapping[str, object]:
     """Build a prompt's reference: the row's columns, the (truncated) text, and the messages of a whole prompt."""
     text = usable.text.prompt if ids.whole else encoder.decode(ids.prompt[encoder.head(ids.prompt) :])
-    columns = {**usable.parsed.reference, "prompt": text}
+    reserved = (MESSAGES, CONVERSATION)
+    columns = {name: value for name, value in usable.parsed.reference.items() if name not in reserved}
+    columns["prompt"] = text
     if usable.text.messages and not has_text_prompt(usable.row.values):
         columns[CONVERSATION] = True
     return {**columns, MESSAGES: list(usable.text.messages)} if usable.text.messages and ids.whole else columns

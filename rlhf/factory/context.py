@@ -23,7 +23,7 @@ from rlhf.factory.exported import rounded_inputs
 from rlhf.guard.alarms.history import RunFacts
 from rlhf.guard.lint import check_settings
 from rlhf.models.dither import dither_matrices
-from rlhf.models.folders import digest_of_model
+from rlhf.models.folders import digest_of_calibration, digest_of_model
 from rlhf.planning.plan import Machine
 from rlhf.planning.text import larger_passes, refusal
 from rlhf.runtime.distributed import Distributed
@@ -181,7 +181,7 @@ class RunContext:
         return key in self.recorded and self.recorded[key] == self.state.inputs.get(key)
 
     def identify_model(self, key: str, path: str) -> None:
-        """Record and check the weights of the model at `path`, which the setting `key` names; see `identify`.
+        """Record and check weights and calibration of the model at `path`, named by the setting `key`; see `identify`.
 
         One rank of those that read the same folder reads the files.
         """
@@ -189,6 +189,8 @@ class RunContext:
         places = ranks.gather((socket.gethostname(), str(Path(path).expanduser().resolve())))
         reads = places.index(places[ranks.rank]) == ranks.rank
         self.identify(key, ranks.all_succeed(lambda: digest_of_model(path) if reads else None))
+        calibration = ranks.all_succeed(lambda: digest_of_calibration(path) if reads else None)
+        self.identify(f"calibration of {key}", calibration)
 
     def _common(self, key: str, digest: str | None) -> str | None:
         """Return the digest that the ranks share; None if none of them can read the content."""

@@ -129,7 +129,8 @@ def compare_models(config: TrainConfig, run: str, against: str) -> PolicyCompari
     a, b = after.evaluation.scores.values, before.evaluation.scores.values
     if (a - b).isnan().all():
         raise DataError(f"there is no held-out prompt on which a verifier applies to both {run} and {against}")
-    verdicts = judge(after.texts.prompts, after.texts.completions, before.texts.completions) if judge else None
+    asked = after.texts.as_in_rows().prompts
+    verdicts = judge(asked, after.texts.completions, before.texts.completions) if judge else None
     return PolicyComparison(
         prompts=int((~(a - b).isnan()).sum()),
         against=against,

@@ -165,6 +165,7 @@ class _Models:
 
 def _build(config: OnlineConfig, context: RunContext) -> OnlineRun:
     _check_reward_parts(config, context.engine)
+    _check_limit(config)
     if config.sampling.backend == "server" and config.sampling.server is not None:
         config.sampling.server.check_trainer(context.engine.device.type, trains_adapter=config.policy.lora is not None)
     tokenizer = build_tokenizer(config.policy)
@@ -457,6 +458,22 @@ def _build_trained(config: OnlineConfig, models: Models, context: RunContext) ->
     if models.critic is not None:
         trained["critic"] = train("critic", models.critic, config.critic, terms=("value",))
     return trained
+
+
+def _check_limit(config: OnlineConfig) -> None:
+    """Check that nothing goes round the limit of a cost. Finished runs of an earlier version may have such settings."""
+    if config.algorithm.lagrange is None:
+        return
+    if config.checkpoint.best is not None:
+        raise ConfigError(
+            "checkpoint.best keeps the model with the highest score, whatever its cost, and algorithm.lagrange limits "
+            "the cost: remove one of the two"
+        )
+    if config.reward.process is not None:
+        raise ConfigError(
+            "reward.process is not weighed against the cost of algorithm.lagrange, so it could outbid any multiplier: "
+            "remove one of the two, or make the grades of the steps a part of the score"
+        )
 
 
 def _check_reward_parts(config: TrainConfig, engine: Engine) -> None:

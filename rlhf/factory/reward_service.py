@@ -19,7 +19,7 @@ from rlhf.data.paths import resolve_best
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import ConfigError, ModelError
 from rlhf.factory.exported import rounded_models
-from rlhf.models.folders import member_folders, model_folder
+from rlhf.models.folders import member_folders, scoring_folder
 from rlhf.models.scalar_head import EnsembleHeadModel, load_reward_heads
 from rlhf.runtime.engine import make_engine
 from rlhf.serving.listening import ListenOptions
@@ -51,7 +51,7 @@ def serve_reward(path: str, options: ServiceOptions, environment: Mapping[str, s
         console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
     if members := member_folders(path):
         raise ModelError(f"{path} is an ensemble of separate reward models: serve one of them, {members[0]}")
-    folder = model_folder(path)
+    folder = scoring_folder(path)
     tokenizer = load_tokenizer(folder)
     model = load_reward_heads(folder, tokenizer).to(make_engine(RunConfig()).device)
     if isinstance(model, EnsembleHeadModel):

@@ -14,7 +14,7 @@ from rlhf.config.reward import RewardConfig
 from rlhf.data.paths import resolve_best
 from rlhf.errors import ConfigError
 from rlhf.factory.context import RunContext
-from rlhf.models.folders import member_folders, model_folder
+from rlhf.models.folders import member_folders, scoring_folder
 from rlhf.models.policy_models import keep_in_bfloat16
 from rlhf.models.scalar_head import EnsembleHeadModel
 from rlhf.models.step_model import StepModel, load_step_model
@@ -139,7 +139,7 @@ def _load_model(config: ModelSource, context: SourceContext, *, engine: Engine) 
         names = [f"member.{number}" for number in range(len(members))]
         return EnsembleReward(sources, how=config.how, std_coef=config.std_coef, names=names)
     source = RewardModelSource.load(
-        model_folder(config.path),
+        scoring_folder(config.path),
         context.tokenizer,
         device=engine.device,
         micro_batch_size=config.micro_batch_size,

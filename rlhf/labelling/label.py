@@ -236,7 +236,7 @@ def _identity(judge: Mapping[str, Any]) -> str:
 
 def _made_of(judge: Judge) -> str:
     """Return a digest of the code, the weights and the template that the judge's answers depend on."""
-    from rlhf.models.folders import digest_of_model
+    from rlhf.models.folders import digest_of_calibration, digest_of_model
     from rlhf.tracking.fingerprint import combine_digests, content_digest
 
     digests: list[str] = []
@@ -245,6 +245,8 @@ def _made_of(judge: Judge) -> str:
             digests += [content_digest(file) for file in section.code_files().values()]
         if isinstance(section, Source):
             digests += [digest_of_model(path) or "" for path in section.model_paths().values()]
+            calibrations = map(digest_of_calibration, section.model_paths().values())
+            digests += [calibration for calibration in calibrations if calibration is not None]
             digests += [hashlib.sha256((source_of(str(getattr(section, "target", ""))) or "").encode()).hexdigest()]
     return combine_digests(digests)
 

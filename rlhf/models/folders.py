@@ -27,18 +27,13 @@ def model_folder(path: str) -> str:
 
     A run that has ended and lost its model stands for a checkpoint: the best one if it exports that, otherwise the
     last. The last one of a run with an average of the weights has others than the export, and is refused; so are those
-    of a reward model, which is calibrated after its last step, and its RUN@best.
+    of a reward model, which is calibrated after its last step.
 
     Raises:
         ModelError: the run folder has none of them.
     """
-    given, path = path, resolve_best(path)
+    path = resolve_best(path)
     folder = Path(path).expanduser()
-    if path != given and _is_calibrated(RunFolder(folder).read_config()):
-        raise ModelError(
-            f"{given}: the best checkpoint of this reward model is not calibrated, as the run's model is: name "
-            f"{given.removesuffix('@best')}, which has the best weights unless checkpoint.best.restore is false"
-        )
     if not (folder / "checkpoints").is_dir() and not (folder / "config.yaml").is_file():
         return path
     if (folder / MODEL).is_dir():
@@ -77,6 +72,21 @@ def _exported_checkpoint(run: RunFolder, step: int) -> Path:
     return folder
 
 
+def scoring_folder(path: str) -> str:
+    """Return the folder of a reward model's weights, as `model_folder`, to score with.
+
+    Raises:
+        ModelError: there is none, or `path` is RUN@best of a run that calibrates its model after its last step.
+    """
+    folder, run = model_folder(path), path.removesuffix("@best")
+    config = {} if path == run else RunFolder(Path(resolve_best(path))).read_config()
+    if not _is_calibrated(config):
+        return folder
+    best = config.get("checkpoint", {}).get("best") or {}
+    which = "this checkpoint" if best.get("restore", True) else "the last checkpoint"
+    raise ModelError(f"{path}: this checkpoint is not calibrated. Name {run}, whose model is {which}, calibrated")
+
+
 def _is_calibrated(config: Mapping[str, Any]) -> bool:
     return config.get("calibration", {}).get("data", "none") != "none" and config.get("process") is None
 
@@ -96,7 +106,7 @@ def write_members(folder: Path, members: Sequence[str]) -> None:
 def digest_of_model(path: str) -> str | None:
     """Compute a digest of the weight files of a run, model folder, GGUF file, adapter, ensemble or cached hub id.
 
-    The calibration of a reward model is a part of it. None if there are no such files on this machine.
+    None if there are no such files on this machine.
     """
     members = member_folders(path)
     if members:
@@ -106,18 +116,21 @@ def digest_of_model(path: str) -> str | None:
         return content_digest(Path(location.path))
     folder = local_folder(location)
     digest = None if folder is None else weights_digest(folder)
-    if digest is None or folder is None:
-        return None
-    base = [digest_of_model(base_of_adapter(folder)) or ""] if location.is_adapter else []
-    parts = [digest, *base, *_head_settings(folder)]
-    return combine_digests(parts) if len(parts) > 1 else digest
+    if digest is None or folder is None or not location.is_adapter:
+        return digest
+    return combine_digests([digest, digest_of_model(base_of_adapter(folder)) or ""])
 
 
-def _head_settings(folder: Path) -> list[str]:
-    """Read the settings that change a reward model's scores beside its weights; empty if it has none."""
-    file = folder / "config.json"
-    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return [f"{name} {settings[name]}" for name in HEAD_SETTINGS if name in settings]
+def digest_of_calibration(path: str) -> str | None:
+    """Compute a digest of the settings that change a reward model's scores beside its weights; None without any."""
+    members = member_folders(path)
+    if members:
+        return combine_digests(digest_of_calibration(str(member)) or "" for member in members)
+    folder = local_folder(locate_model(model_folder(path)))
+    file = None if folder is None else folder / "config.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+    parts = [f"{name} {settings[name]}" for name in HEAD_SETTINGS if name in settings]
+    return combine_digests(parts) if parts else None
 
 
 def member_folders(path: str) -> list[Path]:

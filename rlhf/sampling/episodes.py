@@ -230,10 +230,9 @@ class EpisodeSampler:
         native = self._writes_tools(answer.tools)
         guide = "" if native or not answer.tools else tool_guide(answer.tools)
         tools = answer.tools if native else ()
+        first = self._first_prompt(episode.reference, answer.observation, guide)
         try:
-            rendered = self.encoder.render(
-                self._first_prompt(episode.reference, answer.observation, guide), tools=tools
-            )
+            rendered = self.encoder.render(first, tools=tools)
         except BadRow as error:
             raise ConfigError(f"the chat template refuses the first observation: {error}") from error
         observed = answer.observation
@@ -243,7 +242,9 @@ class EpisodeSampler:
             ids = self.encoder.prompt_with(rendered, places.prompt, contents)
         else:
             (ids,) = self.encoder.prompts([rendered])
-        episode.reference = {**episode.reference, "prompt": rendered.prompt}
+        turns = {} if isinstance(first, str) else {MESSAGES: first}
+        flag = {CONVERSATION: True} if isinstance(observed, list) else {}
+        episode.reference = {**episode.reference, "prompt": rendered.prompt, **turns, **flag}
         if self.context is not None and len(ids) + self.max_new_tokens > self.context:
             episode.stop = StopReason.CONTEXT
             return

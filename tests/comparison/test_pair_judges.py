@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf.api.comparing import check_arms, rebuild_comparison
 from rlhf.comparison import pairs
+from rlhf.comparison.inputs import digest_of_judge
 from rlhf.comparison.results import ComparisonResults, SuiteFigure
 from rlhf.comparison.summary import suite_tables
 from rlhf.comparison.trial import Judgment, SuiteScores, summarize_suites
@@ -157,6 +158,18 @@ def test_a_language_model_decides(tmp_path: Path, tokenizer: PreTrainedTokenizer
         assert len(server.requests) == 2
     assert verdicts.wins.tolist() == [0.5, 0.5]
     assert verdicts.first_shown == 1
+
+
+def test_the_template_of_a_judge_is_a_part_of_it(tmp_path: Path) -> None:
+    template = tmp_path / "question.txt"
+    judge = {"type": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "m", "template": str(template)}
+    digests = []
+    for question in ("Which is better? {prompt} {a} {b}", "Which is worse? {prompt} {a} {b}"):
+        template.write_text(question)
+        digests.append(digest_of_judge(PairsConfig.model_validate({"judge": judge}).judge))
+    assert digests[0] != digests[1]
+    gone = {"type": "scores", "source": {"type": "model", "path": str(tmp_path / "gone@best")}}
+    assert digest_of_judge(PairsConfig.model_validate({"judge": gone}).judge) is None
 
 
 def test_completions_of_texts(tokenizer: PreTrainedTokenizerFast) -> None:

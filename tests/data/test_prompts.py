@@ -58,6 +58,9 @@ def test_the_own_prompt_of_a_reference_is_the_value_of_its_row(
     assert [own_prompt(reference) for reference in templated.references] == values
     assert all(reference["prompt"] != "abc" for reference in templated.references)
     assert own_prompt(load(write([{"prompt": "abc"}]), plain).references[0]) == "abc"
+    taken = {"prompt": "abc", "prompt_messages": [], "prompt_is_conversation": True}  # columns of ours in a file
+    assert own_prompt(load(write([taken]), chatml).references[0]) == "abc"
+    assert load(write([taken]), plain).references[0] == {"prompt": "abc"}
 
 
 def test_a_fresh_stream_gives_the_same_batch(seven: PromptSet) -> None:

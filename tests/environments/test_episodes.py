@@ -24,6 +24,7 @@ from rlhf.environments.protocol import Fault
 from rlhf.errors import RewardError
 from rlhf.evaluation.evaluate import PolicyEvaluation, evaluate_policy
 from rlhf.experience import compute_advantages
+from rlhf.references import with_own_prompt
 from rlhf.rewards.cost import COST, REWARD
 from rlhf.sampling.episodes import EpisodeSampler
 from rlhf.sampling.fast import prefix_cache
@@ -513,6 +514,15 @@ def test_an_environment_gets_the_prompt_as_it_is_in_the_row(tmp_path: Path) -> N
     prompts = [str(reference["prompt"]) for reference in rows.references]
     assert [prompt.count("red red red red red") for prompt in prompts].count(1) == 2
     assert sum("red one\n\nred red red red red<eos>" in prompt for prompt in prompts) == 2
+
+
+def test_judges_of_an_episode_read_its_first_observation(tmp_path: Path) -> None:
+    """Without the template's marks, below the prompt of the row."""
+    rows = played(templated(tmp_path, words=2))
+    for reference in rows.references:
+        own = str(with_own_prompt(reference)["prompt"])
+        assert own.endswith("\n\nred red")
+        assert "<eos>" not in own
 
 
 def test_the_prompt_of_an_episode_is_the_text_that_the_model_reads(tmp_path: Path) -> None:

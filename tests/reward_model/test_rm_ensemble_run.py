@@ -21,7 +21,7 @@ from rlhf.data.paths import missing_model
 from rlhf.errors import ConfigError, ModelError
 from rlhf.factory.reward_card import compute_report_card, score_gaps
 from rlhf.factory.reward_model import build_reward_model
-from rlhf.models.folders import member_folders, model_folder
+from rlhf.models.folders import member_folders, model_folder, scoring_folder
 from rlhf.models.scalar_head import as_ensemble, load_scalar_head
 from rlhf.models.step_model import save_step_model
 from rlhf.rewards.model import ModelSource
@@ -300,13 +300,13 @@ def test_the_best_checkpoint_of_a_calibrated_model_is_no_judge(tmp_path: Path) -
     run_reward_model(config(settings), quiet())
     best = f"{tmp_path / 'rm'}@best"
     assert missing_model(best) is None
-    with pytest.raises(ModelError, match=r"is not calibrated, as the run's model is: name .*rm, which has the best"):
-        model_folder(best)
-    with pytest.raises(ConfigError, match="has kept no best checkpoint"):
-        missing_model(f"{tmp_path / 'other'}@best")
+    assert Path(model_folder(best)).is_dir()
+    with pytest.raises(ModelError, match=r"not calibrated\. Name .*rm, whose model is this checkpoint, calibrated"):
+        scoring_folder(best)
+    assert "has kept no best checkpoint" in str(missing_model(f"{tmp_path / 'other'}@best"))
     raw = settings | {"calibration": {"data": "none"}, "run": settings["run"] | {"out_dir": str(tmp_path / "raw")}}
     run_reward_model(config(raw), quiet())
-    assert Path(model_folder(f"{tmp_path / 'raw'}@best")).is_dir()
+    assert Path(scoring_folder(f"{tmp_path / 'raw'}@best")).is_dir()
 
 
 def test_an_adapter_is_counted_with_its_base(tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ def test_gdpo_standardizes_each_name_within_its_group(tmp_path: Path) -> None:
     named = torch.tensor([[0, 1, 1, 1], [300, 400, 500, math.nan]], dtype=torch.float64)
     expected = normalize_then_sum(named, torch.ones(2, dtype=torch.float64), 4)
     assert scores.values.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    assert scores.parts["weighted_sum"].tolist() == [300.0, 401.0, 501.0, 1.0]
     assert source(name="math", how="gdpo").standardizes_in_groups
 
 

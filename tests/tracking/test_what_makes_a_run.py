@@ -14,7 +14,7 @@ import yaml
 from rlhf.config.load import dump, load_reward_model, train_config
 from rlhf.config.sections import RewardModelConfig, TrainConfig, TrainSections
 from rlhf.errors import CheckpointError, called_from_python
-from rlhf.models.folders import digest_of_model
+from rlhf.models.folders import digest_of_calibration, digest_of_model
 from rlhf.tracking.fingerprint import BLOCK, WHOLE, content_digest, weights_digest
 from rlhf.tracking.run_folder import FolderLock, RunFolder, completed_step
 from rlhf.tracking.same_run import (
@@ -314,13 +314,14 @@ def test_a_digest_of_a_file_notices_size_and_content(tmp_path: Path) -> None:
     assert content_digest(one) != content_digest(two)
 
 
-def test_the_digest_of_a_reward_model_is_of_its_calibration_too(tmp_path: Path) -> None:
+def test_the_calibration_of_a_reward_model_has_a_digest_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"w")
     digests = []
     for settings in ({}, {"vocab_size": 9}, {"score_mean": 0.5, "score_std": 2.0}, {"score_mean": 0.0}):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | settings))
-        digests.append(digest_of_model(str(tmp_path)))
-    assert digests[0] == digests[1] == weights_digest(tmp_path)
+        assert digest_of_model(str(tmp_path)) == weights_digest(tmp_path)
+        digests.append(digest_of_calibration(str(tmp_path)))
+    assert digests[:2] == [None, None]
     assert len(set(digests)) == 3
 
 

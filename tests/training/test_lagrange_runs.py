@@ -17,7 +17,7 @@ from runs import largest_difference, online, ppo_tree, trained, weights
 from tiny_models import completions_of
 
 from rlhf.config.files import merge
-from rlhf.errors import RewardError
+from rlhf.errors import ConfigError, RewardError
 from rlhf.rewards.cost import COST, REWARD, CostedReward
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.collect import sample_and_score
@@ -98,6 +98,16 @@ def test_the_run_trains_on_the_combination_of_the_step(tmp_path: Path) -> None:
     assert torch.allclose(run.reward(collected.completions).values, (parts[REWARD] - 3.0 * parts[COST]) / 4.0)
     assert collected.metrics["cost/mean"] == pytest.approx(parts[COST].mean().item())
     assert collected.metrics["lagrange/score"] == pytest.approx(values.mean().item())
+
+
+def test_nothing_goes_round_the_limit(tmp_path: Path) -> None:
+    """Refused when a run begins, so that finished runs with such settings can still be read."""
+    best = merge(limited(tmp_path), {"checkpoint": {"best": {}}, "eval": {"every": 2}})
+    with pytest.raises(ConfigError, match=r"checkpoint\.best keeps the model with the highest score"):
+        online(best)
+    steps = merge(limited(tmp_path), {"reward": {"process": {"type": "function", "target": f"{__file__}:squared"}}})
+    with pytest.raises(ConfigError, match=r"reward\.process is not weighed against the cost"):
+        online(steps)
 
 
 def test_the_multiplier_follows_the_cost_and_is_held_in_the_warm_up(tmp_path: Path) -> None:
