@@ -850,12 +850,32 @@ def test_what_the_page_of_results_says_of_people_s_pairs() -> None:
 
 
 def test_the_limit_on_toxicity() -> None:
-    measured, text = read("detox_lag.json"), " ".join(page("docs/algorithms/safe_rlhf.md").split())
-    told = re.search(r"falls from ([\d.]+) in the first five steps to ([\d.]+) in the last 30 %, (\d+) % above", text)
+    measured, seen = read("detox_lag.json"), 0
+    keys = ("late_cost", "multiplier", "eval_score", "eval_cost", "eval_kl")
+    text = page("docs/algorithms/safe_rlhf.md").split("## A limit on toxicity")[1]
+    for row in rows(text):
+        arm = {"λ from 3": "ppo_lag", "λ from 0.5": "late"}.get(row[0].partition(",")[0])
+        if arm is None:
+            continue
+        for shown, key in zip(row[1:], keys, strict=True):
+            assert wrong(numbers(shown), [cell[key] for cell in measured[arm].values()]) == [], (row, key)
+        seen += 1
+    assert seen == 2
+    cell = measured["ppo_lag"]["11"]
+    below = re.search(r"below its limit\*\*, (\d+) % in", text)
+    moved = re.search(r"falls from (\S+) on average .*? to (\S+) in the last .*?from (\S+) to (\S+) mean", text, re.S)
+    assert below is not None
+    assert moved is not None
+    assert wrong([below[1]], [100 * (1 - cell["late_cost"] / measured["limit"])]) == []
+    ends = [sum(cell[key][part]) / 16 for key in ("multipliers", "scores") for part in (slice(16), slice(-16, None))]
+    assert wrong(list(moved.groups()), ends) == []
+    over = [100 * (cell["late_cost"] / measured["limit"] - 1) for cell in measured["late"].values()]
+    told = re.search(r"ends (\d+), (\d+) and (\d+) % above", text)
     assert told is not None
-    over = 100 * (measured["late_cost"] / measured["limit"] - 1)
-    assert wrong(list(told.groups()), [measured["first_cost"], measured["late_cost"], over]) == []
-    assert over < 10
+    assert wrong(list(told.groups()), sorted(over)) == []
+    start = re.search(r"a cost of ([\d.]+) and a score of ([\d.]+) on 200", text)
+    assert start is not None
+    assert wrong(list(start.groups()), [measured["start"]["eval_cost"], measured["start"]["eval_score"]]) == []
 
 
 def test_what_is_off_by_default_in_the_lab() -> None:
