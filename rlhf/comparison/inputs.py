@@ -86,7 +86,7 @@ class _Calibration(NamedTuple):
     path: str
 
     def __str__(self) -> str:
-        return f"{self.path}, its calibration"
+        return f"{self.path} (calibration)"
 
     def digest(self) -> str | None:
         """Compute the digest; None if the model has no calibration."""

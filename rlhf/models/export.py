@@ -19,6 +19,7 @@ from rlhf.data.tokenizer import TOKENIZER_FILES, ModelLocation, base_of_adapter,
 from rlhf.errors import ModelError
 from rlhf.models.adapters import base_model, is_adapted, lora_scales
 from rlhf.models.backbone import CausalLM, embedding_rows, published_config
+from rlhf.models.folders import SCORE_SETTINGS
 from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.rounding import are_uneven, lost_change, names_at_start, round_to
 from rlhf.models.weight_files import CONFIG, INDEX, StoredTensor, WeightFiles, local_folder, read_headers, read_tensors
@@ -476,8 +477,7 @@ def _write_config(model: PreTrainedModel, origin: Origin, folder: Path, *, dtype
 
 def _classifier_settings(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config
-    kept = ("score_mean", "score_std", "ensemble_size")
-    calibration = {name: getattr(config, name) for name in kept if hasattr(config, name)}
+    calibration = {name: getattr(config, name) for name in SCORE_SETTINGS if hasattr(config, name)}
     labels = {str(number): str(name) for number, name in (config.id2label or {}).items()}
     return {
         "architectures": [type(model).__name__],

@@ -18,7 +18,7 @@ from rlhf.tracking.run_folder import RunFolder, completed_step, write_atomically
 MODEL = "model"  # the trained model, in a run folder and in each checkpoint
 CRITIC = "critic"
 ADAPTER_FOLDER = "adapter"  # beside the model of a run that exports both
-HEAD_SETTINGS = ("score_mean", "score_std", "ensemble_size", "step_separator")  # in the config.json of reward models
+SCORE_SETTINGS = ("score_mean", "score_std", "ensemble_size")  # in the config.json of reward models
 MEMBERS = "ensemble.json"  # in a folder of separate reward models: the paths of the members, relative to the folder
 
 
@@ -129,7 +129,7 @@ def digest_of_calibration(path: str) -> str | None:
     folder = local_folder(locate_model(model_folder(path)))
     file = None if folder is None else folder / "config.json"
     settings = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
-    parts = [f"{name} {settings[name]}" for name in HEAD_SETTINGS if name in settings]
+    parts = [f"{name} {settings[name]}" for name in (*SCORE_SETTINGS, "step_separator") if name in settings]
     return combine_digests(parts) if parts else None
 
 

@@ -25,10 +25,10 @@ from rlhf.errors import ModelError
 from rlhf.models.backbone import check_vocabulary, freeze, load_model_config, move_to, weight_dtype
 from rlhf.models.bases import bases_of
 from rlhf.models.export import classifier_padding
+from rlhf.models.folders import SCORE_SETTINGS
 from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.lora import adding, overruled_settings, peft_settings, quiet_peft, settings_in, train_saved_modules
 from rlhf.models.scalar_head import (
-    ADAPTER_KEEPS,
     ENSEMBLE_SIZE,
     EnsembleHeadModel,
     ScalarHeadModel,
@@ -337,7 +337,7 @@ def save_adapter(
     settings.save_pretrained(str(folder))
     save_file(adapter_state(model, state), folder / WEIGHTS, metadata={"format": "pt"})
     config = model.classifier.config
-    kept = {name: getattr(config, name) for name in ADAPTER_KEEPS if getattr(config, name, None) is not None}
+    kept = {name: getattr(config, name) for name in SCORE_SETTINGS if getattr(config, name, None) is not None}
     described = {"architectures": [type(model.classifier).__name__], "model_type": config.model_type, **kept}
     (folder / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(folder)

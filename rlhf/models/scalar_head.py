@@ -37,6 +37,7 @@ from rlhf.models.backbone import (
 )
 from rlhf.models.dither import spread_trained
 from rlhf.models.export import classifier_padding
+from rlhf.models.folders import SCORE_SETTINGS
 from rlhf.models.kernels.attention import PackedBatch
 from rlhf.models.kernels.llama.forward import predictor_states
 from rlhf.models.kernels.packing import pack_for
@@ -302,7 +303,7 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     settings = json.loads(file.read_text(encoding="utf-8"))
-    return {name: settings[name] for name in ADAPTER_KEEPS if name in settings}
+    return {name: settings[name] for name in SCORE_SETTINGS if name in settings}
 
 
 def no_reward_model(path: str) -> ModelError:
@@ -338,7 +339,6 @@ def initialize_head(head: nn.Linear, how: HeadInit, seed: int) -> None:
 
 
 ENSEMBLE_SIZE = "ensemble_size"
-ADAPTER_KEEPS = (ENSEMBLE_SIZE, "score_mean", "score_std")  # of a classifier's configuration, beside its adapter
 
 
 class EnsembleHeadModel(ScalarHeadModel):

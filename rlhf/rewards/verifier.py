@@ -242,13 +242,12 @@ class VerifierReward:
         table = self._named(keys, outcomes)
         self._check_weights(table)
         values = self._combine(table, keys, outcomes, group_size=completions.group_size)
-        summed = self._combine(table, keys, outcomes, group_size=1)
         parts = {
             name: [row if outcome.state == "graded" else math.nan for row, outcome in zip(rows, outcomes, strict=True)]
             for name, rows in table.items()
         }
         if self.source.standardizes_in_groups:
-            parts["weighted_sum"] = summed
+            parts["weighted_sum"] = self._combine(table, keys, outcomes, group_size=1)
         for state in ("timeout", "error", "none"):
             parts[f"verifier/{state}"] = [float(outcome.state == state) for outcome in outcomes]
         parts["verifier/seconds"] = [outcome.seconds for outcome in outcomes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,15 @@ def test_scores_of_completions_with_one_that_cannot_be_read(tmp_path: Path) -> N
     (asked,) = (r["messages"][0]["content"] for r in server.requests if "t3 t14" in r["messages"][0]["content"])
     assert "t5 t7" in asked
     assert "from 1 (worst) to 10 (best)" in asked
+
+
+def test_a_judge_reads_a_text_prompt_as_its_row_has_it(tmp_path: Path) -> None:
+    row = {"prompt": "<u>hello<a>", "prompt_messages": [{"role": "user", "content": "hello"}]}
+    with serving(lambda *_: "7") as server:
+        reward(server.url, tmp_path)(replace(completions_of([[5]], [[3, EOS]]), references=(row,)))
+        (question,) = (request["messages"][0]["content"] for request in server.requests)
+    assert "hello" in question
+    assert "<u>" not in question
 
 
 def test_a_judge_of_which_nothing_can_be_read_is_refused(tmp_path: Path) -> None:
