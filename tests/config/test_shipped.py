@@ -10,6 +10,7 @@ import pytest
 from rlhf.config import files
 from rlhf.config.files import locate_config, nearest_config, shipped_configs
 from rlhf.config.load import load_compare, load_train, read_yaml
+from rlhf.config.sections import CRITIC_TO_POLICY_LR
 from rlhf.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,3 +87,20 @@ def test_the_wheel_puts_them_where_they_are_looked_for() -> None:
     wheel = settings["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["force-include"] == {"configs": "rlhf/configs", "configs/lab": "rlhf/lab/configs"}
     assert wheel["packages"] == ["rlhf", "reward_model"]
+
+
+@pytest.mark.parametrize(
+    "file", ["configs/ppo.yaml", "configs/real/detox_ppo.yaml", "configs/recipes/qwen2.5_0.5b/ppo.yaml"]
+)
+def test_the_critic_s_rate_follows_the_policy_s(file: str) -> None:
+    assert load_train(ROOT / file, ["policy.lr=4e-5"]).critic.lr == 2e-4
+
+
+def test_no_file_pins_the_critic_s_rate_at_the_value_of_the_rule() -> None:
+    pinned = {}
+    for file in sorted((ROOT / "configs").rglob("*.yaml")):
+        tree = read_yaml(file)
+        if "lr" in (tree.get("critic") or {}):
+            pinned[str(file.relative_to(ROOT))] = tree["critic"]["lr"] / tree["policy"]["lr"]
+    assert set(pinned) >= {"configs/lab/ppo.yaml", "configs/agent_guess.yaml"}  # rates of their own
+    assert [file for file, ratio in pinned.items() if ratio == pytest.approx(CRITIC_TO_POLICY_LR)] == []
