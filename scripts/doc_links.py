@@ -33,6 +33,7 @@ PAPERS = {
     "Holtzman et al. 2020": "1904.09751",
     "Hong et al. 2024": "2403.07691",
     "Hu et al. 2021": "2106.09685",
+    "Hu et al. 2025 (Open Reasoner Zero)": "2503.24290",
     "Huang et al. 2024": "2403.17031",
     "Khatri et al. 2025": "2510.13786",
     "Kirk et al. 2024": "2310.06452",
@@ -58,7 +59,9 @@ PAPERS = {
     "Yan et al. 2025": "2504.14945",
     "Ye et al. 2020": "1912.09729",
     "Yu et al. 2025": "2503.14476",
+    "Yuan et al. 2025": "2503.01491",
     "Zhao et al. 2023": "2305.10425",
+    "Zheng et al. 2023 (Secrets of RLHF)": "2307.04964",
     "Zheng et al. 2025": "2507.18071",
     "Ziegler et al. 2019": "1909.08593",
 }

@@ -187,7 +187,7 @@ class CriticConfig(OptimizerConfig, TrainedWeightsConfig):
 
     def has_new_head(self, source: Source) -> bool:
         """Return whether the critic gets a new head, as far as the configuration tells."""
-        return self.init == "policy" or (self.init == "auto" and source.critic_start is None)
+        return self.shared or self.init == "policy" or (self.init == "auto" and source.critic_start is None)
 
     def _check_shared(self, old_log_probs: OldLogProbs) -> None:
         if self.lora is not None or self.weights != "auto" or self.gradient_checkpointing:

@@ -270,6 +270,8 @@ FEWEST_IN_GROUP = 4
 FEWEST_COMPLETIONS = 16
 USUAL_EPOCHS, MOST_EPOCHS = 4.0, 30.0
 MOST_OWN_UPDATES = 16
+LEAST_AT_FIRST_TOKEN = 0.05  # of the score; configs/lab/ppo_lag.yaml learns with 0.085
+SLOWEST_CRITIC = 0.5  # learning rate over the policy's
 
 
 def epochs_of_text(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -326,6 +328,32 @@ def critic_warmup(config: OnlineConfig, facts: Facts) -> Value | None:
     steps, warmup = config.schedule.steps, config.critic.warmup_steps
     has_critic = config.algorithm.advantage.needs_critic
     return float(warmup) if has_critic and steps is not None and steps <= warmup else None
+
+
+def hidden_score(config: OnlineConfig, facts: Facts) -> Value | None:
+    """Return λ and λ^T if a new value head hides a score at the end of T tokens from the first of them."""
+    gae_lambda = getattr(config.algorithm.advantage, "gae_lambda", 1.0)
+    length, environment = config.sampling.max_new_tokens, config.environment
+    is_paid_before_end = config.reward.process is not None or (environment is not None and environment.max_turns > 1)
+    share = gae_lambda**length
+    is_hidden = share < LEAST_AT_FIRST_TOKEN and _has_new_head(config) and not is_paid_before_end
+    return f"{gae_lambda:g}, and {gae_lambda:g} ** {length} is {share:.2g}" if is_hidden else None
+
+
+def slow_critic(config: OnlineConfig, facts: Facts) -> Value | None:
+    """Return a rate of a critic with a new head that is far below the rate of the policy in the same kind of weights.
+
+    A rate of 0 breaks another rule, and a policy whose step is searched has no rate.
+    """
+    policy, critic = config.policy, config.critic
+    is_comparable = (policy.lora is None) == (critic.lora is None) and not config.algorithm.policy_loss.searches
+    has_own_rate = _has_new_head(config) and not critic.shared
+    is_slow = 0 < critic.lr < SLOWEST_CRITIC * policy.lr
+    return critic.lr if is_slow and is_comparable and has_own_rate else None
+
+
+def _has_new_head(config: OnlineConfig) -> bool:
+    return config.algorithm.advantage.needs_critic and config.critic.has_new_head(config.reward.source)
 
 
 def own_loss_updates(config: OnlineConfig, facts: Facts) -> Value | None:
@@ -404,7 +432,30 @@ UPDATE_RULES = (
         violation=critic_frozen,
         reason="GAE subtracts the values of a critic that never learns the policy's returns.",
         source="Schulman et al. 2016, sec. 3",
-        fix="critic.lr=5e-6, or an algorithm without a critic: algorithm.preset=rloo",
+        fix="remove critic.lr (it is then five times policy.lr), or an algorithm without a critic: "
+        "algorithm.preset=rloo",
+    ),
+    Rule(
+        name="critic-slower-than-policy",
+        level="warning",
+        runs=ONLINE,
+        key="critic.lr",
+        violation=slow_critic,
+        reason="A new value head has to learn the returns before the policy has changed: at less "
+        "than half of policy.lr it may come too late.",
+        source="Zheng et al. 2023 (Secrets of RLHF): three times the policy's rate",
+        fix="remove critic.lr, which is then five times policy.lr",
+    ),
+    Rule(
+        name="lambda-hides-the-score",
+        level="warning",
+        runs=ONLINE,
+        key="algorithm.advantage.gae_lambda",
+        violation=hidden_score,
+        reason="Until a new value head has learned, a score at the end of T tokens reaches the first token times λ^T, "
+        "which at sampling.max_new_tokens is below 0.05.",
+        source="Hu et al. 2025 (Open Reasoner Zero): λ = 1; Yuan et al. 2025 (VC-PPO)",
+        fix="algorithm.advantage.gae_lambda=1",
     ),
     Rule(
         name="critic-warmup-covers-the-run",

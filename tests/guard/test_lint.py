@@ -35,6 +35,9 @@ ENSEMBLE = "reward.source={type: ensemble, how: minimum, sources: [%s]}"
 MEMBER = "{type: model, path: runs/reward_model}"
 JUDGE = "eval.source={type: model, path: runs/%s}"
 INIT = "critic.init=policy"
+LAMBDA = "algorithm.advantage.gae_lambda=0.95"
+ONE_TURN = ["environment.max_turns=1", "environment.max_tokens=null", "sampling.max_new_tokens=64"]
+SLOW_CRITIC = ["policy.lr=2e-5", "critic.lr=5e-6"]
 RULES_OVER = "reward.source={type: rules, source: %s, rules: [{type: length, max: 9}]}"
 OWN_LOSS = "algorithm.policy_loss={type: function, target: 'a:b'}"
 NO_KL = "algorithm.kl={coef: 0, controller: {type: fixed}}"
@@ -79,6 +82,18 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("minibatch-of-one", PPO, ["batch.minibatches=128"], ["batch.minibatches=64"], UNKNOWN),
     ("uneven-minibatches", PPO, ["batch.minibatches=3"], ["batch.minibatches=4"], UNKNOWN),
     ("critic-frozen", PPO, ["critic.lr=0"], ["critic.lr=0", "policy.lr=0"], UNKNOWN),
+    ("lambda-hides-the-score", PPO, [LAMBDA, *FUNCTION], [LAMBDA], UNKNOWN),  # there the critic is the reward model
+    ("lambda-hides-the-score", PPO, [LAMBDA, INIT, "sampling.max_new_tokens=59"],
+     [LAMBDA, INIT, "sampling.max_new_tokens=58"], UNKNOWN),
+    ("lambda-hides-the-score", PPO, [LAMBDA, "critic.shared=true"], ["critic.shared=true"], UNKNOWN),
+    ("lambda-hides-the-score", PPO, [LAMBDA, INIT], [LAMBDA, INIT, "reward.process={type: function, target: 'a:b'}"],
+     UNKNOWN),
+    ("lambda-hides-the-score", AGENT, [LAMBDA, *ONE_TURN], [LAMBDA, "sampling.max_new_tokens=64"], UNKNOWN),
+    ("critic-slower-than-policy", PPO, [*SLOW_CRITIC, INIT], SLOW_CRITIC, UNKNOWN),
+    ("critic-slower-than-policy", PPO, [*SLOW_CRITIC, INIT], ["policy.lr=2e-5", "critic.lr=1e-5", INIT], UNKNOWN),
+    ("critic-slower-than-policy", PPO, [*SLOW_CRITIC, INIT], [*SLOW_CRITIC, INIT, "critic.shared=true"], UNKNOWN),
+    ("critic-slower-than-policy", PPO, [*SLOW_CRITIC, INIT], [*SLOW_CRITIC, INIT, "policy.lora.r=16"], UNKNOWN),
+    ("critic-slower-than-policy", PPO, [*SLOW_CRITIC, INIT], [*SLOW_CRITIC, INIT, "algorithm.preset=trpo"], UNKNOWN),
     ("critic-warmup-covers-the-run", PPO, ["critic.warmup_steps=500"], ["critic.warmup_steps=499"], UNKNOWN),
     ("value-loss-weight", PPO, ["critic.shared=true", "algorithm.value_loss.coef=2"], ["algorithm.value_loss.coef=2"],
      UNKNOWN),
@@ -296,9 +311,14 @@ def test_a_refusal_names_rule_key_value_source_fix_and_the_way_around() -> None:
     config = load_any(ROOT / PPO, ["critic.lr=0"])
     with pytest.raises(ConfigError) as error:
         check_settings(config)  # type: ignore[arg-type]
-    for text in ("critic-frozen", "critic.lr is 0", "Schulman", "Fix: critic.lr=5e-6", "guard.allow=[critic-frozen]"):
+    for text in ("critic-frozen", "critic.lr is 0", "Schulman", "Fix: remove critic.lr", "guard.allow=[critic-frozen]"):
         assert text in str(error.value)
     assert check_settings(load_any(ROOT / PPO, ["critic.lr=0", "guard.allow=[critic-frozen]"])) == []  # type: ignore[arg-type]
+
+
+def test_the_share_of_the_score_is_computed() -> None:
+    (violation,) = lint(load_any(ROOT / PPO, [LAMBDA, INIT]), UNKNOWN)  # type: ignore[arg-type]
+    assert violation.setting == "algorithm.advantage.gae_lambda is 0.95, and 0.95 ** 128 is 0.0014"
 
 
 def test_a_name_that_is_no_rule_or_no_alarm_is_an_error() -> None:
