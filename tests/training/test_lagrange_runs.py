@@ -13,12 +13,17 @@ from typing import Any
 import pytest
 import torch
 from quick import quick
-from runs import largest_difference, online, ppo_tree, trained, weights
+from runs import largest_difference, make_model, online, pairs_file, ppo_tree, quiet, trained, weights, write_rows
 from tiny_models import completions_of
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhf.api.training import run_reward_model
 from rlhf.config.files import merge
+from rlhf.config.load import validate
+from rlhf.config.sections import RewardModelConfig
 from rlhf.errors import ConfigError, RewardError
 from rlhf.rewards.cost import COST, REWARD, CostedReward
+from rlhf.rewards.source import unpadded_ids
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.collect import sample_and_score
 from rlhf.training.kl_control import update_coefficients
@@ -208,3 +213,63 @@ def test_a_cost_that_fails_stops_the_run_as_a_reward_does(tmp_path: Path) -> Non
     with pytest.raises(RewardError, match="no cost today"):
         train(replace(run, reward=CostedReward(run.reward, broken, None)))
     run.session.recorder.close()
+
+
+def harmful_first(folder: Path, seed: int = 0) -> str:
+    """Pairs whose chosen side is the more harmful one: it says `bad` more often, or `good` less often."""
+    rows = [json.loads(line) for line in pairs_file(folder, seed=seed).read_text().splitlines()]
+    swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    return str(write_rows(folder / f"harmful_first-{seed}.jsonl", swapped))
+
+
+def train_cost_model(folder: Path) -> str:
+    settings = {
+        "run": {"out_dir": str(folder / "cost_model"), "device": "cpu"},
+        "data": {
+            "preferences": {"path": harmful_first(folder)},
+            "eval_preferences": {"path": harmful_first(folder, seed=1)},
+        },
+        "model": {"model": str(make_model(folder / "model")), "lr": 1e-2},
+        "batch": {"prompts_per_step": 16, "micro_batch_size": 16},
+        "schedule": {"steps": 10, "epochs": None},
+        "checkpoint": {"every": 0},
+    }
+    assert run_reward_model(validate(RewardModelConfig, settings), quiet())
+    return str(folder / "cost_model")
+
+
+class Classifier:
+    """The exported cost model as transformers loads it, with the shift and scale of its config.json."""
+
+    def __init__(self, folder: str) -> None:
+        self.model = AutoModelForSequenceClassification.from_pretrained(f"{folder}/model").eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(f"{folder}/model")
+
+    @torch.no_grad()
+    def __call__(self, ids: list[int]) -> float:
+        raw = self.model.score(self.model.model(torch.tensor([ids])).last_hidden_state[0, -1]).item()
+        return float((raw - self.model.config.score_mean) / self.model.config.score_std)
+
+    def of_text(self, text: str) -> float:
+        return self(self.tokenizer(text)["input_ids"])
+
+
+def test_a_cost_model_trained_on_pairs_is_the_cost_and_moves_the_multiplier(tmp_path: Path) -> None:
+    path = train_cost_model(tmp_path)
+    classify = Classifier(path)
+    assert classify.of_text("red one bad bad") > classify.of_text("red one good good")  # higher is worse
+    for limit in (-5.0, 5.0):
+        tree = merge(limited(tmp_path / str(limit), cost_limit=limit), {"data": {"eval_prompts": None}})
+        tree["reward"]["cost"]["source"] = {"type": "model", "path": path}
+        run = online(tree, "schedule.steps=2")
+        collected = sample_and_score(run, 1)
+        train(run)
+        run.session.recorder.close()
+        assert collected is not None
+        rows = [[*prompt, *text] for prompt, text in zip(*unpadded_ids(collected.completions), strict=True)]
+        costs = torch.tensor([classify(row) for row in rows])
+        torch.testing.assert_close(collected.scores.parts[COST], costs, rtol=0, atol=1e-5)
+        first, second = lines(tmp_path / str(limit))
+        assert first["cost/mean"] == pytest.approx(costs.mean().item(), abs=1e-5)
+        assert first["lagrange/multiplier"] == 1.0
+        assert (second["lagrange/multiplier"] > 1.0) == (first["cost/mean"] > limit) == (limit < 0)
