@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quick import quick
 from runs import largest_difference, make_model, ppo_tree, trained, weights
 from servers import listening, served, service_of
+from torch import Tensor
+
+from rlhf.algorithms.gae import Gae
+from rlhf.types import Rollout
 
 SERVER = ("server/",)
 
@@ -49,6 +54,39 @@ def test_a_served_run_is_the_run_bit_for_bit(tmp_path: Path, name: str) -> None:
     assert metrics(tmp_path / "here") == metrics(tmp_path / "there")
     samples = [(tmp_path / name / "run" / "samples.jsonl").read_bytes() for name in ("here", "there")]
     assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("behind", [1, 2])
+def test_v_trace_of_a_server_s_older_samples_is_the_one_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: int
+) -> None:
+    traced: list[tuple[Tensor, Tensor]] = []  # advantages and returns of each step of both runs
+    drift, correction = list[float](), list[float]()
+    compute = Gae.compute_stale
+
+    def noted(gae: Gae, rollout: Rollout, rewards: Tensor, **caps: float) -> tuple[Tensor, Tensor]:
+        traced.append(compute(gae, rollout, rewards, **caps))
+        ratios = rollout.logprobs - rollout.sampler_logprobs
+        drift.append(ratios[rollout.action_mask].abs().max().item())
+        correction.append((traced[-1][1] - gae.compute(rollout, rewards)[1]).abs().max().item())
+        return traced[-1]
+
+    monkeypatch.setattr(Gae, "compute_stale", noted)
+    model = make_model(tmp_path / "model")
+    overlap = {"ahead": True, "ahead_steps": behind, "trace_cap": 1.0}
+    here = trained(tree_of(tmp_path / "here", model, overlap=overlap), "eval.every=0")
+    with listening(service_of(model)) as url:
+        tree = tree_of(tmp_path / "there", model, overlap=overlap, sampling=served(url))
+        there = trained(tree, "eval.every=0")
+    ages = [row["overlap/age"] for row in metrics(tmp_path / "there")[1:]]
+    assert ages == [min(step, behind) for step in range(4)]
+    assert (
+        [number > 0.01 for number in drift[4:]] == [number > 0.01 for number in correction[4:]] == [False, *[True] * 3]
+    )
+    for ours, theirs in zip(traced[:4], traced[4:], strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert largest_difference(weights(here.models.policy), weights(there.models.policy)) == 0.0
+    assert metrics(tmp_path / "here") == metrics(tmp_path / "there")
 
 
 def test_runs_share_a_folder_for_weights_with_each_other_and_with_other_files(tmp_path: Path) -> None:
