@@ -8,7 +8,7 @@ results.py      `ComparisonResults`: the results, typed; `write` and `read` are 
 aggregate.py    `read_cells`, `summarize`, `write_results`: the results, from the cells' folders alone
 summary.py      the verdict and the tables in words
 view.py         the reports of a comparison while it runs; terminal.py shows it, its cells by board.py
-page.py         `write_compare_page`: report.html, and the data of its charts
+page.py         `write_compare_page`: report.html, and the data of its charts; rows.py: all rows, for its browser
 
 Import these functions from their modules, like rlhf/api/comparing.py; the package itself exports nothing.
 """

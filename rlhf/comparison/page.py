@@ -15,6 +15,7 @@ from rlhf.comparison.aggregate import CellResult
 from rlhf.comparison.costs import UNITS
 from rlhf.comparison.plan import CellPlan
 from rlhf.comparison.results import ComparisonResults, CurvePoint, Evaluation, FrontierPoint, Measures
+from rlhf.comparison.rows import browser_data
 from rlhf.comparison.summary import (
     budget_in_words,
     cost_table,
@@ -71,6 +72,7 @@ def write_compare_page(
         plan.folder / REPORT,
         "compare.html.j2",
         [charts.frontier, *charts.curves, *charts.proxies],
+        scripts=["rows.js"],
         title=results.name,
         facts=_facts(results),
         verdict=verdict(results),
@@ -91,6 +93,7 @@ def write_compare_page(
         gamed=[arm for arm in results.arms if reward_hacking_points(results, arm)],
         prompts=side_by_side(list(results.arms), cells),
         first_prompts=FIRST_PROMPTS,
+        rows=browser_data(cells),
         details=pair_details,
         differing=difference_table(configs),
         configs={

@@ -44,20 +44,31 @@ from rlhf.tracking.progress import printable
 from rlhf.tracking.run_folder import RunFolder, write_atomically
 
 
-def write_page(path: Path, template: str, drawn: Sequence[Chart], **context: Any) -> Path:
+def write_page(
+    path: Path, template: str, drawn: Sequence[Chart], *, scripts: Sequence[str] = (), **context: Any
+) -> Path:
     """Render `template`, which extends base.html.j2, with its charts into one self-contained file at `path`.
 
     Text is escaped by jinja2. In addition, the page's content security policy runs only the scripts with the hashes
     below and fetches nothing, so that a completion does no harm even if escaping fails.
+
+    Args:
+        path: the file to write.
+        template: the name of the template.
+        drawn: the charts that the template places.
+        scripts: the names of further scripts of the templates folder.
+        context: the variables of the template.
     """
-    scripts = {"theme_js": _asset("theme.js"), "plotly_js": _plotly(), "page_js": _asset("page.js")}
-    hashes = " ".join(f"'{_hash(script)}'" for script in scripts.values())
+    common = {"theme_js": _asset("theme.js"), "plotly_js": _plotly(), "page_js": _asset("page.js")}
+    more = [_asset(name) for name in scripts]
+    hashes = " ".join(f"'{_hash(script)}'" for script in [*common.values(), *more])
     page = (
         _environment()
         .get_template(template)
         .render(
             **context,
-            **{name: Markup(script) for name, script in scripts.items()},
+            **{name: Markup(script) for name, script in common.items()},
+            more_scripts=list(map(Markup, more)),
             style=Markup(_asset("style.css")),
             script_hashes=Markup(hashes),
             figures={chart.key: plotly_figure(chart) for chart in drawn},
@@ -84,6 +95,7 @@ def _environment() -> Environment:
         finalize=_printable,
     )
     environment.filters["show"] = format_value
+    environment.filters["passages"] = passages
     return environment
 
 
@@ -468,6 +480,21 @@ def pair_details(sample: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in rows if value is not None] + (
         [("cut off", "at the length limit")] if finished is False else []
     )
+
+
+Passage = tuple[str, str, str]  # of an episode: who wrote it, its text, and a remark
+
+
+def passages(turns: Sequence[Mapping[str, Any]]) -> list[Passage]:
+    """List the passages of an episode from the `turns` of its record."""
+    return [(str(part["by"]), str(part["text"]), _remark(part)) for part in turns]
+
+
+def _remark(part: Mapping[str, Any]) -> str:
+    """Describe a part of an episode: the turn and reward of an action."""
+    if part["by"] != "policy":
+        return "environment: not learned from"
+    return f"turn {part['turn']}, reward {format_value(part['reward'])}"
 
 
 def phase_table(timings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

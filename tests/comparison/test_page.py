@@ -96,9 +96,9 @@ class TestTwentyFiveArms:
         legend = set(re.findall(r'class="legendtext"[^>]*>([^<]+)<', dom))
         assert legend <= {*pressed, "start", "judge", "trained-on reward", "reward up, judge down"}
         assert set(pressed) <= legend
-        assert len(re.findall(r'<div class="completion" data-arm="[^"]+">', dom)) == 8 * (
-            INITIALLY_SHOWN + 1
-        )  # and the start's
+        prompts = 8 + 4  # side by side, and on the first page of all rows
+        completions = re.findall(r'<div class="completion" data-arm="[^"]+">', dom)
+        assert len(completions) == prompts * (INITIALLY_SHOWN + 1)  # and the start's
 
     def test_on_a_phone_all_of_them(self, page: Path, tmp_path: Path) -> None:
         measured: dict[str, Any]
