@@ -1,8 +1,8 @@
-"""Collect every judged row of a comparison for the browser of its page.
+"""Collect every judged row of a comparison, and the answers of its suites, for the browser of its page.
 
 The browser, rlhf/report/templates/rows.js, reads one block of JSON: a list of sources, each with its prompts and, for
 every seed and arm, a row for each prompt. A row is null, or a list of its text and the values of the arm's `names`. A
-text is a string, or for an episode a list of passages.
+text is a string; of an episode, or of several completions, it is a list of passages.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.comparison.aggregate import CellResult
-from rlhf.comparison.trial import JUDGED
+from rlhf.comparison.pairs import PAIRS
+from rlhf.comparison.plan import Cell
+from rlhf.comparison.trial import FOLDER, JUDGED
 from rlhf.report.page import Passage, pair_details, passages
 from rlhf.tracking.metrics import format_value
 from rlhf.tracking.progress import printable
 
 MOST_CHARACTERS = 10_000_000  # of all rows in a page; the rest stays in the files of the cells
 CELL_FOLDER = "ARM/seed-N"
+QUESTIONS = ("prompt", "question", "sentence")  # the names of what a model reads in an example of a suite
+ANSWERS = ("completion", "completions", "solution")  # and of what it writes
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,26 @@ def browser_data(cells: Sequence[CellResult], limit: int = MOST_CHARACTERS) -> l
 
 
 def browser_sources(cells: Sequence[CellResult]) -> list[BrowserSource]:
-    """Collect the rows of every finished cell."""
-    judged: dict[int, dict[str, Sequence[PageRow]]] = {}
-    for result in cells:
-        if result.judged is not None:
-            judged.setdefault(result.cell.seed, {})[result.cell.arm] = [judged_row(row) for row in result.judged.rows]
-    return [BrowserSource("held-out prompts", JUDGED, judged)] if judged else []
+    """Collect the rows of every finished cell: the held-out prompts, then the suites that keep answers.
+
+    The judged pairs are left out: their completions are those of the held-out prompts.
+    """
+    finished = [(result.cell, result.judged, result.suites) for result in cells if result.judged is not None]
+    judged = [(cell, list(map(judged_row, judgment.rows))) for cell, judgment, _ in finished]
+    sources = [_source("held-out prompts", JUDGED, judged)]
+    for name in sorted({name for *_, suites in finished for name in suites} - {PAIRS}):
+        examples = [(cell, example_rows(suites[name].examples)) for cell, _, suites in finished if name in suites]
+        sources.append(_source(name, f"{FOLDER}/{name}.json", examples))
+    return [source for source in sources if source.rows]
+
+
+def _source(name: str, file: str, rows_of_cells: Iterable[tuple[Cell, Sequence[PageRow]]]) -> BrowserSource:
+    """Group the rows of cells by seed and arm, without cells that have none."""
+    rows: dict[int, dict[str, Sequence[PageRow]]] = {}
+    for cell, rows_of_cell in rows_of_cells:
+        if rows_of_cell:
+            rows.setdefault(cell.seed, {})[cell.arm] = rows_of_cell
+    return BrowserSource(name, file, rows)
 
 
 def judged_row(record: Mapping[str, Any]) -> PageRow:
@@ -71,6 +89,22 @@ def judged_row(record: Mapping[str, Any]) -> PageRow:
     turns = record.get("turns")
     text = passages(turns) if turns else str(record["completion"])
     return PageRow(str(record["prompt"]), text, pair_details(record))
+
+
+def example_rows(examples: Sequence[Mapping[str, Any]]) -> list[PageRow]:
+    """Read the examples of a suite that have a question and an answer."""
+    return [row for row in map(_example_row, examples) if row is not None]
+
+
+def _example_row(example: Mapping[str, Any]) -> PageRow | None:
+    question, answer = (next(filter(example.__contains__, names), None) for names in (QUESTIONS, ANSWERS))
+    if question is None or answer is None:
+        return None
+    written = example[answer]
+    several = isinstance(written, list)
+    text = [("sample", str(sample), "") for sample in written] if several else str(written)
+    values = [(name, value) for name, value in example.items() if name not in (question, answer) and value is not None]
+    return PageRow(str(example[question]), text, values)
 
 
 def divide_limit(lengths: Sequence[int], limit: int) -> list[int]:

@@ -359,11 +359,12 @@ FOLDER = "evals"
 class SuiteScores:
     """The scores of one suite on one model: its figures, and the number of every row for each figure that has one.
 
-    A row that was left out has NaN.
+    A row that was left out has NaN. The examples are the answers that the suite kept, in its own form.
     """
 
     figures: Mapping[str, SuiteFigure]
     rows: Mapping[str, Sequence[float]]
+    examples: Sequence[Mapping[str, Any]] = ()
 
 
 def suite_file(folder: Path, name: str) -> Path:
@@ -431,7 +432,7 @@ def _read_scores(path: Path) -> SuiteScores:
         if figure["value"] is not None
     }
     rows = {name: [math.nan if value is None else value for value in row] for name, row in content["rows"].items()}
-    return SuiteScores(figures, rows)
+    return SuiteScores(figures, rows, content.get("examples", ()))
 
 
 def summarize_suites(

@@ -15,7 +15,7 @@ from many import PROMPTS, many
 from rlhf.comparison.aggregate import CellResult
 from rlhf.comparison.page import comparison_charts, write_compare_page
 from rlhf.comparison.rows import browser_data, divide_limit
-from rlhf.comparison.trial import Judgment
+from rlhf.comparison.trial import Judgment, SuiteScores
 from rlhf.config.compare import START_FOLDER
 
 NASTY = "</script><script>document.title='owned'</script> <img src=x onerror=alert(1)> <!-- & 'q' \x1b[31m \ud800"
@@ -135,6 +135,32 @@ def test_prompts_of_a_seed_are_paired_by_their_text(tmp_path: Path) -> None:
     texts = list(texts_of(source, 0).values())
     assert None not in texts[0]
     assert [row for row, text in enumerate(texts[1]) if text is None] == [1]
+
+
+def test_suites_that_keep_answers_are_sources_too(tmp_path: Path) -> None:
+    _, _, cells = many(tmp_path, count=4, seeds=1)
+    answers = [{"prompt": "how?", "completion": f"no {i}", "refused": i == 0, "length": None} for i in range(2)]
+    pairs = [{"prompt": "p", "completion": "c", "against": "dpo", "other": "d"}]
+    several = [{"prompt": "It was", "kind": "x", "completions": ["fine", "bad"], "toxicity": [0.25, 0.5]}]
+    examples = {"xstest": answers, "pairs": pairs, "toxicity": several, "blimp": [{"good": "a b", "bad": "b a"}]}
+    suites = {name: SuiteScores({}, {}, kept) for name, kept in examples.items()}
+    judged, toxicity, xstest = browser_data([cells[0], replace(cells[1], suites=suites)])
+    assert (judged["name"], judged["seeds"][0]["total"]) == ("held-out prompts", PROMPTS)
+    assert (xstest["name"], xstest["file"]) == ("xstest", "ARM/seed-N/evals/xstest.json")
+    assert xstest["prompts"] == [["how?", "how?"]]
+    (arm,) = xstest["seeds"][0]["arms"]
+    assert arm["arm"] == cells[1].cell.arm
+    assert (arm["names"], arm["rows"]) == (["refused"], [["no 0", "yes"], ["no 1", "no"]])
+    (arm,) = toxicity["seeds"][0]["arms"]
+    assert arm["names"] == ["kind", "toxicity"]
+    assert arm["rows"] == [[[["sample", "fine", ""], ["sample", "bad", ""]], "x", "0.250, 0.500"]]
+
+
+def test_a_cell_that_is_not_finished_shows_no_answers(tmp_path: Path) -> None:
+    _, _, cells = many(tmp_path, count=4, seeds=1)
+    suites = {"xstest": SuiteScores({}, {}, [{"prompt": "how?", "completion": "no"}])}
+    unfinished = replace(cells[1], judged=None, suites=suites)
+    assert [source["name"] for source in browser_data([cells[0], unfinished])] == ["held-out prompts"]
 
 
 SHOWN = """{

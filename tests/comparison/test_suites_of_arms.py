@@ -21,6 +21,7 @@ from rlhf.cli import main
 from rlhf.comparison.aggregate import read_cells, summarize
 from rlhf.comparison.plan import plan_cells, read_plan
 from rlhf.comparison.results import ComparisonResults, SuiteFigure
+from rlhf.comparison.rows import browser_data
 from rlhf.comparison.summary import difference_tables, format_gain, suite_tables
 from rlhf.comparison.terminal import ComparisonTerminal
 from rlhf.comparison.trial import FOLDER, SuiteScores, read_suites, summarize_suites
@@ -108,6 +109,18 @@ def test_results_are_read_back_as_they_were_written(folder: Path, results: Compa
     assert ComparisonResults.of(results.record()) == results
     plan = read_plan(compare_config(read_yaml(folder / "compare.yaml")), folder)
     assert results == summarize(plan, read_cells(plan))
+
+
+def test_the_page_has_every_answer(folder: Path) -> None:
+    plan = read_plan(compare_config(read_yaml(folder / "compare.yaml")), folder)
+    sources = {source["name"]: source for source in browser_data(read_cells(plan))}
+    assert list(sources) == ["held-out prompts", "ifeval", "xstest"]
+    for suite in ("ifeval", "xstest"):
+        (seed,) = (entry for entry in sources[suite]["seeds"] if entry["seed"] == 1)
+        for arm in seed["arms"]:
+            examples = stored(folder / arm["arm"] / "seed-1", suite)["examples"]
+            assert [row[0] for row in arm["rows"]] == [example["completion"] for example in examples]
+    assert [arm["arm"] for arm in sources["xstest"]["seeds"][1]["arms"]] == ["start", "grpo"]
 
 
 def test_greedy_answers_of_the_start_model_are_taken_once(folder: Path) -> None:
