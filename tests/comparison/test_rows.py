@@ -17,6 +17,7 @@ from rlhf.comparison.page import comparison_charts, write_compare_page
 from rlhf.comparison.rows import browser_data, divide_limit
 from rlhf.comparison.trial import Judgment, SuiteScores
 from rlhf.config.compare import START_FOLDER
+from rlhf.tracking.progress import printable
 
 NASTY = "</script><script>document.title='owned'</script> <img src=x onerror=alert(1)> <!-- & 'q' \x1b[31m \ud800"
 
@@ -86,7 +87,7 @@ def test_a_completion_cannot_leave_the_block_of_rows(page: Path) -> None:
     assert "<img" not in text
     assert "\x1b" not in re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     shown = texts_of(embedded(page)[0], 1)["dpo"][3]
-    assert shown.endswith(NASTY.replace("\x1b", "␛").replace("\ud800", "?"))  # as printable text
+    assert shown.endswith(printable(NASTY))
 
 
 def test_episodes_keep_who_wrote_what(tmp_path: Path) -> None:
@@ -209,3 +210,18 @@ class TestInABrowser:
         assert console == []
         assert shown["numbers"] == ["23"]  # of 2, 20, 21, 22 and 23
         assert shown["status"] == "5 prompts with this text; shown: 23."
+
+    def test_a_suite_can_be_chosen(self, tmp_path: Path) -> None:
+        plan, results, cells = many(tmp_path, count=4, seeds=2)
+        examples = [{"prompt": f"how {i}?", "completions": ["no", NASTY], "toxicity": [0.0, 0.5]} for i in range(2)]
+        suites = {"toxicity": SuiteScores({}, {}, examples)}
+        cells = [replace(result, suites=suites) if result.cell.arm != "dpo" else result for result in cells]
+        page = write_compare_page(plan, results, comparison_charts(results), cells)
+        script = f"let control; {choose('seed', 1)} {choose('source', 1)}"
+        shown, console = after(page, tmp_path, script=script, expression=SHOWN)
+        assert console == []
+        assert shown["numbers"] == ["0", "1"]
+        assert shown["arms"] == [START_FOLDER, "ppo", "grpo", "best_of_n"]
+        assert shown["texts"] == ["no" + printable(NASTY)] * 4
+        assert shown["scores"] == ["toxicity 0.00, 0.500"] * 4
+        assert shown["images"] == 0
