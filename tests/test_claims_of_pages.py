@@ -849,6 +849,52 @@ def test_what_the_page_of_results_says_of_people_s_pairs() -> None:
     assert told.replace("0.", ".") in page("docs/results.md")
 
 
+LIMITED = {"`ppo`, no limit": "ppo", "`ppo_lag`": "ppo_lag", "`grpo` with the limit": "grpo_lag"}
+LIMITED["`rloo` with the limit"] = "rloo_lag"
+OF_LIMITED = ("late_cost", "multiplier", "eval_score", "eval_cost", "eval_kl")
+
+
+def test_the_limit_in_the_lab() -> None:
+    measured, seen = read("compare_lag.json"), set()
+    arms, text = measured["arms"], page("docs/algorithms/safe_rlhf.md").split("## A limit on toxicity")[0]
+    for row in rows(text):
+        if (arm := LIMITED.get(row[0])) is None:
+            continue
+        for shown, key in zip(row[1:], OF_LIMITED, strict=True):
+            values = [cell[key] for cell in arms[arm].values() if cell[key] is not None]
+            assert wrong(numbers(shown), values) == [], (row, key)
+        seen.add(arm)
+    assert seen == set(arms)
+    over = {
+        arm: [100 * (cell["late_cost"] / measured["limit"] - 1) for cell in cells.values()]
+        for arm, cells in arms.items()
+    }
+    told = re.search(r"RLOO ends (\d+) to (\d+) % above it", text)
+    within = re.search(r"PPO and GRPO hold the cost of training within (\d+) % of the limit", text)
+    assert told is not None
+    assert within is not None
+    assert wrong(list(told.groups()), [min(over["rloo_lag"]), max(over["rloo_lag"])]) == []
+    assert max(map(abs, over["ppo_lag"] + over["grpo_lag"])) <= float(within[1])
+    lost = {
+        arm: [arms["ppo"][seed]["eval_score"] - cell["eval_score"] for seed, cell in cells.items()]
+        for arm, cells in arms.items()
+    }
+    told = re.search(r"for (\S+) to (\S+) of the score under PPO and RLOO and for (\S+) to (\S+) under GRPO", text)
+    assert told is not None
+    of_both = lost["ppo_lag"] + lost["rloo_lag"]
+    ends = [min(of_both), max(of_both), min(lost["grpo_lag"]), max(lost["grpo_lag"])]
+    assert wrong([figure.removesuffix(".") for figure in told.groups()], ends) == []
+    lowered = [
+        100 * (1 - cell["late_cost"] / arms["ppo"][seed]["late_cost"])
+        for arm, cells in arms.items()
+        for seed, cell in cells.items()
+        if arm != "ppo"
+    ]
+    told = re.search(r"lowers the cost of training by (\d+) to (\d+) %", text)
+    assert told is not None
+    assert wrong(list(told.groups()), [min(lowered), max(lowered)]) == []
+
+
 def test_the_limit_on_toxicity() -> None:
     measured, seen = read("detox_lag.json"), 0
     keys = ("late_cost", "multiplier", "eval_score", "eval_cost", "eval_kl")
