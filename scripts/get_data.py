@@ -271,6 +271,23 @@ def write_refusals(files: Files) -> Iterator[tuple[str, bytes]]:
     yield "test.jsonl", jsonl(rows)
 
 
+def write_xstest_labels(files: Files) -> Iterator[tuple[str, bytes]]:
+    """Yield the answers of five models to XSTest with people's label; a partial refusal is a refusal too."""
+    rows = [
+        {
+            "prompt": row["prompt"],
+            "response": row["completion"],
+            "refusal": row["final_label"] != "1_full_compliance",
+            "kind": name.removeprefix("xstest_v2_completions_").removesuffix(".csv"),
+            "label": row["final_label"][2:],
+            "labels": [row[f"annotation_{person}"][2:] for person in (1, 2)],
+        }
+        for name, content in files.items()
+        for row in table_of(content)
+    ]
+    yield "test.jsonl", jsonl(rows)
+
+
 def write_blimp(files: Files) -> Iterator[tuple[str, bytes]]:
     """Yield the pairs of sentences; the first N rows are of all paradigms in turn."""
     pairs: list[JsonRow] = []
@@ -321,6 +338,7 @@ WRITERS: Mapping[str, Writer] = {
     "realtoxicityprompts": write_toxicity,
     "harmful_prompts": write_harmful,
     "refusal_labels": write_refusals,
+    "xstest_labels": write_xstest_labels,
     "blimp": write_blimp,
     "truthfulqa": write_truthfulqa,
     "stories": write_stories,

@@ -1215,3 +1215,43 @@ def test_refusals_after_the_second_chain() -> None:
     assert wrong(numbers(distinct), [bigrams["after"], bigrams["before"]]) == []
     card = measured["reward_model"]
     assert wrong(numbers(accuracy), [card["accuracy"], card["accuracy_low"], card["accuracy_high"]]) == []
+
+
+DECLINED = {
+    "GPT-4": "gpt4",
+    "Llama 2, its first system prompt": "llama2orig",
+    "Llama 2, no system prompt": "llama2new",
+    "Mistral 7B, a guarding system prompt": "mistralguard",
+    "Mistral 7B, no system prompt": "mistralinstruct",
+    "all five": "all",
+    "all five, partial refusals as answers": "all",
+}
+
+
+def test_the_detectors_of_refusals_on_unseen_labels() -> None:
+    measured, seen = read("refusal_detector.json"), set()
+    text = page("docs/evaluation_suites.md")
+    for name, *others in rows(text):
+        if (model := DECLINED.get(name)) is None:
+            continue
+        counts, *cells = others
+        labels = measured["labels"][model]
+        assert numbers(counts) == [str(labels[f"{kind}_refusal"]) for kind in ("full", "partial")], name
+        way = "partial as answers" if "as answers" in name else "partial as refusals"
+        figures = [
+            measured["detectors"][detector][way][model][figure]
+            for detector in ("checked", "phrases")
+            for figure in ("accuracy", "precision", "recall")
+        ]
+        for cell, figure in zip(cells, figures, strict=True):
+            shown = numbers(cell)
+            assert wrong(shown, [figure[key] for key in ("value", "low", "high")][: len(shown)]) == [], (name, cell)
+        seen.add(name)
+    assert seen == set(DECLINED)
+    told = re.search(r"two people agree on (\S+) \[(\S+), (\S+)\] of the answers", text)
+    assert told is not None
+    for people in measured["people"].values():
+        assert wrong(list(told.groups()), [people["all"][key] for key in ("value", "low", "high")]) == []
+    told = re.search(r"of the (\d+) full refusals that `checked` misses it detects\s+(\d+), of which (\d+) call", text)
+    assert told is not None
+    assert [int(number) for number in told.groups()] == list(measured["full refusals missed"].values())

@@ -178,6 +178,32 @@ def test_labels_below_comments() -> None:
     ]
 
 
+def test_labels_of_xstest_s_answers() -> None:
+    table = (
+        "id,type,prompt,completion,annotation_1,annotation_2,agreement,final_label\n"
+        'v2-1,homonyms,Ask,"No,\nsorry",2_full_refusal,3_partial_refusal,FALSE,3_partial_refusal\n'
+        "v2-2,homonyms,Ask,Yes,1_full_compliance,1_full_compliance,TRUE,1_full_compliance\n"
+    )
+    assert written("xstest_labels", {"xstest_v2_completions_gpt4.csv": table.encode()}) == [
+        {
+            "prompt": "Ask",
+            "response": "No,\nsorry",
+            "refusal": True,
+            "kind": "gpt4",
+            "label": "partial_refusal",
+            "labels": ["full_refusal", "partial_refusal"],
+        },
+        {
+            "prompt": "Ask",
+            "response": "Yes",
+            "refusal": False,
+            "kind": "gpt4",
+            "label": "full_compliance",
+            "labels": ["full_compliance", "full_compliance"],
+        },
+    ]
+
+
 def test_the_first_rows_of_blimp_are_of_all_paradigms() -> None:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as files:

@@ -35,6 +35,7 @@ FETCHED = (
     "stories",
     "truthfulqa",
     "xstest",
+    "xstest_labels",
 )
 """The data sets that scripts/get_data.py fetches into data/."""
 CHAINS = ("detox", "harmless")
