@@ -1255,3 +1255,19 @@ def test_the_detectors_of_refusals_on_unseen_labels() -> None:
     told = re.search(r"of the (\d+) full refusals that `checked` misses it detects\s+(\d+), of which (\d+) call", text)
     assert told is not None
     assert [int(number) for number in told.groups()] == list(measured["full refusals missed"].values())
+
+
+def test_the_agreement_of_simple_judges_with_people() -> None:
+    measured, seen, text = read("label_agreement.json"), set(), page("docs/label.md")
+    judges = {"the shorter": "shorter", "the less toxic": "cleaner", "the answer that declines": "declines"}
+    for row in rows(text):
+        judge = next((judge for name, judge in judges.items() if row[0].startswith(name)), None)
+        if judge is None:
+            continue
+        figures = measured[judge]
+        assert int(row[1].replace(",", "")) == figures["ties"], row
+        for shown, figure in zip(row[2:], ("accuracy", "kappa"), strict=True):
+            assert wrong(numbers(shown), [figures[figure][key] for key in ("value", "low", "high")]) == [], row
+        assert f"{figures['pairs']:,} of HH-RLHF's pairs" in text
+        seen.add(judge)
+    assert seen == set(measured)
