@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -280,6 +282,81 @@ def test_what_the_page_says_of_json_on_a_cpu() -> None:
     assert share is not None
     (ceiling,) = read_list("critic_ceiling_json.json")
     assert wrong(decimals(share[1]), [ceiling["between prompts"]]) == []
+
+
+def test_what_the_page_says_of_json_in_1024_completions() -> None:
+    text = " ".join(page("docs/experiments/json.md").split("### What else")[0].split())
+    arms = {name: cells["0"] for name, cells in read("compare_json.json").items()}
+    share = {arm: {part: cell[part]["value"] for part in JSON_PARTS} for arm, cell in arms.items()}
+    behind = re.search(
+        r"GRPO is (\d+) points behind it .*?: (\d+) minutes of one thread \(a CPU with AVX2 alone\), PPO (\d+)\.", text
+    )
+    assert behind is not None
+    minutes = [arms[arm]["costs"]["seconds"] / 60 for arm in ("grpo", "ppo")]
+    points = 100 * (share["ppo"]["full"] - share["grpo"]["full"])
+    assert wrong(list(behind.groups()), [points, *minutes]) == []
+    order = re.search(
+        r"After GRPO (\d+) % .*? alone, (\d+) % have the right keys and (\d+) % the right types too; "
+        r"after PPO (\d+), (\d+) and (\d+) %, at the start (\d+), (\d+) and (\d+) %",
+        text,
+    )
+    assert order is not None
+    values = [100 * share[arm][part] for arm in ("grpo", "ppo", "start") for part in ("only", "keys", "right")]
+    assert wrong(list(order.groups()), values) == []
+    errors = re.search(
+        r"after GRPO: (\d+) of 200 answers have a wrong type .*?, (\d+) wrong keys, (\d+) do not parse, "
+        r"and (\d+) say more",
+        text,
+    )
+    assert errors is not None
+    grpo = share["grpo"]
+    lacking = [grpo["keys"] - grpo["right"], grpo["parses"] - grpo["keys"], 1 - grpo["parses"]]
+    assert wrong(list(errors.groups()), [200 * part for part in (*lacking, grpo["right"] - grpo["full"])]) == []
+
+
+JSON_PARTS = ("parses", "keys", "right", "only", "full")
+
+
+def test_the_seed_of_ppo_that_lacks_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = " ".join(page("docs/experiments/json.md").split(ON_A_GPU)[1].split())
+    cells = read("compare_json_h200.json")["ppo"]
+    told = re.search(
+        r"PPO on average \((\d+) %\) and in two of three\. PPO's third seed stays at (\d+) %: (\d+) % of its answers "
+        r"parse and (\d+) % have the right keys, so that it lacks the types\. (\d+) of the 200 prompts ask for "
+        r"an array",
+        text,
+    )
+    assert told is not None
+    average = statistics.mean(cell["full"]["value"] for cell in cells.values())
+    values = [100 * average, *(100 * cells["2"][part]["value"] for part in ("full", "parses", "keys"))]
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    task = importlib.import_module("make_json_task")
+    prompts = task.generate(200, split="test", tiers=["flat"], seed=0)
+    arrays = sum("array of" in row["prompt"] for row in prompts)
+    assert wrong(list(told.groups()), [*values, arrays]) == []
+    seconds = re.search(r"PPO's 128 steps took (\d+) to (\d+) s", text)
+    assert seconds is not None
+    took = [cell["costs"]["seconds"] for cell in cells.values()]
+    assert wrong(list(seconds.groups()), [min(took), max(took)]) == []
+    assert f"[stays at {told[2]} %](#4096-completions-on-one-gpu)" in page("docs/experiments/json.md")
+
+
+def test_what_critics_explain_on_the_page_of_results() -> None:
+    told = re.search(
+        r"pairs, (\S+) and (\S+) of the variance in the second half of 8,192 \((\S+) to (\S+) with a reward model of "
+        r"all pairs, \S+ and \S+ with samples of the start\), (\S+) to (\S+) in the second half of 4,096 on "
+        r"strict JSON",
+        " ".join(page("docs/results.md").split()),
+    )
+    assert told is not None
+    best = read("compare_detox_800_best.json")["ppo"]
+    of_all = explained_by_seed(read("compare_detox_800_all_pairs.json"))
+    of_all += [seed["explained_variance_second_half"] for seed in best.values()]
+    on_json = [cell["explained_variance"][1] for cell in read("compare_json_4096.json")["ppo"].values()]
+    values = [*explained_by_seed(read("compare_detox_800_bf16.json")), min(of_all), max(of_all)]
+    assert wrong(decimals(" ".join(told.groups())), [*values, min(on_json), max(on_json)]) == []
+    run = read("detox.json")["ppo_run"]["explained_variance"]
+    assert statistics.mean(run) < 0, "nothing in 1,536 completions"
 
 
 def test_what_pages_say_of_json_with_more_completions() -> None:
@@ -607,7 +684,7 @@ def test_ppo_by_the_pairs_of_the_reward_model() -> None:
         values += [figures["style"]["value"], figures["similarity"]["value"], arm.get("kl", results.get("kl"))]
         shown = decimals(" ".join(row[1:7]))
         seen.add(row[0])
-        if row[0] != "2,400 by people, float32":  # whose critic is in the list above
+        if row[0] != "2,400 by people, float32":  # whose critic was not stored
             shown += decimals(row[7])
             values += explained_by_seed(results)
         assert wrong(shown, values) == [], row
@@ -830,6 +907,10 @@ def test_the_hacked_run() -> None:
         assert wrong([score, kl], [steps[at]["score"], steps[at]["kl"]]) == [], at
     j = measured["figures"]["j"]["value"]
     assert f"J {j:.3f}".replace("0.", ".") in text
+    told = re.search(r"right on (\S+)\s+of the held-out pairs, the one of \[the chain above\]\S+ on (\S+)\. ", text)
+    assert told is not None
+    accuracies = [measured["reward_model_accuracy_on_held_out_pairs"], read("detox.json")["reward_model"]["accuracy"]]
+    assert wrong(decimals(" ".join(told.groups())), accuracies) == []
     assert {row["completion"] for row in measured["examples"]} == {"This man is not a good leader."}
 
 
