@@ -891,6 +891,31 @@ def test_what_the_page_says_of_fewer_rewrites() -> None:
     assert wrong(decimals(" ".join(told)), [start["j"]["value"], *gains]) == []
 
 
+LIKELY = {
+    "the start": "start",
+    "GRPO": "grpo",
+    "rejection sampling": "rejection_sampling",
+    "online DPO": "online_dpo",
+    "DPO": "dpo",
+    "PPO": "ppo",
+    "GRPO with its KL in the reward": "grpo_kl_in_reward",
+    "RLOO": "rloo",
+    "DPO on sampled pairs": "dpo_sampled",
+}
+
+
+def test_the_log_perplexities_of_rewrites() -> None:
+    results, one_line = read("compare_detox_800.json"), " ".join(algorithms_of_detox().split())
+    models = {"start": results["start_model"], **results["arms"]}
+    (told,) = re.findall(r"do not count in J: (.*?)\. People's", one_line)
+    likely = {arm: models[arm]["suites"]["detox"]["log_perplexity"] for arm in LIKELY.values()}
+    shown = dict(re.findall(r"([A-Za-z ]+?) (\d\.\d+ \[\d\.\d+, \d\.\d+\])(?:, )?", told))
+    assert shown.keys() == LIKELY.keys()
+    for name, arm in LIKELY.items():
+        assert wrong(numbers(shown[name]), [likely[arm][key] for key in ("value", "low", "high")]) == [], name
+    assert max(likely, key=lambda arm: float(likely[arm]["value"])) == "start", "no arm writes less likely text"
+
+
 def test_a_quarter_of_the_completions_on_people_s_pairs() -> None:
     arms = read("compare_detox_2048.json")["arms"]
     told = re.search(r"PPO \.(\d+), GRPO \.(\d+), online DPO \.(\d+)", page("docs/experiments/detox.md"))
