@@ -515,6 +515,9 @@ def test_what_the_chain_of_the_first_command_did() -> None:
     explained = run["explained_variance"]
     shown = decimals(" ".join(told.groups()).replace("−", "-"))
     assert wrong(shown, [sum(half) / 12 for half in (explained[:12], explained[12:])]) == []
+    told = re.search(r"\(\"(.*?)\", for row (\d+)\)", text)
+    assert told is not None
+    assert measured["examples"][int(told[2]) - 1]["ppo"] == told[1]
     told = re.search(r"(\S+) tokens became (\S+) on held-out prompts", text)
     assert told is not None
     assert wrong(list(told.groups()), [run["start_length"], run["eval_length"]]) == []
@@ -937,6 +940,14 @@ def test_the_hacked_run() -> None:
     accuracies = [measured["reward_model_accuracy_on_held_out_pairs"], read("detox.json")["reward_model"]["accuracy"]]
     assert wrong(decimals(" ".join(told.groups())), accuracies) == []
     assert {row["completion"] for row in measured["examples"]} == {"This man is not a good leader."}
+
+
+@pytest.mark.parametrize(("name", "columns"), [("detox", "sft ppo j_sft j_ppo"), ("detox_hacked", "completion j")])
+def test_examples_name_the_row_of_their_sentence(name: str, columns: str) -> None:
+    """ParaDetox's sentences are not copied into the repository."""
+    examples = read(f"{name}.json")["examples"]
+    assert [example["row"] for example in examples] == [*range(1, len(examples) + 1)]
+    assert {tuple(example) for example in examples} == {("row", *columns.split())}
 
 
 def test_the_reward_for_keeping_words() -> None:
