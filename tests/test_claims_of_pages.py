@@ -939,7 +939,12 @@ def test_the_hacked_run() -> None:
     assert told is not None
     accuracies = [measured["reward_model_accuracy_on_held_out_pairs"], read("detox.json")["reward_model"]["accuracy"]]
     assert wrong(decimals(" ".join(told.groups())), accuracies) == []
-    assert {row["completion"] for row in measured["examples"]} == {"This man is not a good leader."}
+    rewrite = "This man is not a good leader."
+    assert {row["completion"] for row in measured["examples"]} == {rewrite}
+    assert f'the first {len(measured["examples"])} all become "{rewrite}"' in text
+    assert (measured["rows"], measured["distinct_completions"]) == (500, 4)
+    assert "the 500 test sentences have four rewrites" in text
+    assert f'answers 500 sentences with four different ones, such as "{rewrite}"' in page("README.md")
 
 
 @pytest.mark.parametrize(("name", "columns"), [("detox", "sft ppo j_sft j_ppo"), ("detox_hacked", "completion j")])
