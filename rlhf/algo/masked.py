@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlhf.batching import Number, read_numbers, widen
@@ -104,6 +104,28 @@ def whiten(
         variance = masked_sum(weights * (values - mean) ** 2, mask) / total
     scaled = (values - mean) * torch.rsqrt(variance + eps)
     return torch.where(mask, scaled if shift_mean else scaled + mean, 0.0)
+
+
+def explained_beyond_position(
+    values: Float[Tensor, "B T"], returns: Float[Tensor, "B T"], positions: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> float:
+    """Compute the share of the returns' variance between rows at the same position that the critic explains.
+
+        1 - sum (e - mean_p e)^2 / sum (R - mean_p R)^2   with e = R - V and mean_p over the tokens at position p
+
+    A KL penalty in the reward lowers the return of every token still to come, so that a critic which only counts
+    tokens has an explained variance above 0. Here it has 0. NaN if the returns do not vary beyond rounding.
+    """
+    counts = torch.zeros(int(positions.max()) + 1, dtype=returns.dtype, device=returns.device)
+    live = positions[mask]
+    counts.index_add_(0, live, torch.ones_like(returns[mask]))
+
+    def spread(numbers: Float[Tensor, " N"]) -> Tensor:
+        sums = torch.zeros_like(counts).index_add_(0, live, numbers)
+        return ((numbers - (sums / counts.clamp(min=1.0))[live]) ** 2).sum()
+
+    error, variance = spread((returns - values)[mask]), spread(returns[mask])
+    return float(1.0 - error / variance) if variance > torch.finfo(returns.dtype).eps * error else float("nan")
 
 
 def explained_variance(values: Float[Tensor, "B T"], returns: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf.algo.advantages import fill_missing, uniform_groups
 from rlhf.algo.correction import token_ratios
 from rlhf.algo.kl import kl_estimate
-from rlhf.algo.masked import Mean, explained_variance, quantiles
+from rlhf.algo.masked import Mean, explained_beyond_position, explained_variance, quantiles
 from rlhf.algo.selection import effective_sample_share
 from rlhf.algorithms.correction import Correction
 from rlhf.algorithms.online import Online
@@ -267,6 +267,8 @@ def rollout_metrics(experience: Experience, scores: Scores, models: Models, algo
         metrics.update({"critic/return": Mean.of(experience.returns, plain)})
         variance = explained_variance(experience.values, experience.returns, plain)
         metrics.add("critic/explained_variance", variance)
+        beyond = explained_beyond_position(experience.values, experience.returns, mask.long().cumsum(dim=1) - 1, plain)
+        metrics.add("critic/explained_beyond_position", beyond)
     return metrics
 
 

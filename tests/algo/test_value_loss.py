@@ -10,7 +10,8 @@ from algo_cases import NAN, close, grids, live, table
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.algo.masked import explained_variance
+from rlhf.algo.advantages import gae
+from rlhf.algo.masked import explained_beyond_position, explained_variance
 from rlhf.algorithms.value_loss import ValueLoss
 
 
@@ -81,3 +82,43 @@ def test_explained_variance_of_a_constant_is_undefined():
     mask = live([1, 1, 0])
     assert math.isnan(explained_variance(table([1, 2, 3]), table([5, 5, 7]), mask))
     assert math.isnan(explained_variance(table([1, 2, 3]), table([5, 5, 7]), torch.zeros_like(mask)))
+
+
+def columns(mask: Tensor) -> Tensor:
+    """The number of each live token in its row."""
+    return mask.long().cumsum(dim=1) - 1
+
+
+def test_a_critic_that_counts_tokens_explains_nothing_beyond_the_position():
+    """A KL penalty at every token makes returns fall with the position: a third of the variance is only that."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.ones(4096, 36, dtype=torch.bool)
+    rewards = torch.full((4096, 36), -0.02 * 11.9 / 36)
+    rewards[:, -1] += 0.1 * torch.randn(4096, generator=generator)
+    _, returns = gae(rewards, torch.zeros_like(rewards), mask, gamma=1.0, gae_lambda=1.0)
+    counting = returns.mean(dim=0, keepdim=True).expand_as(returns)
+    assert 0.3 < explained_variance(counting, returns, mask) < 0.35
+    assert explained_beyond_position(counting, returns, columns(mask), mask) == pytest.approx(0.0, abs=1e-5)
+    assert explained_beyond_position(returns, returns, columns(mask), mask) == 1.0
+
+
+def test_explained_beyond_position_by_hand():
+    """Means at the two positions are 2 and 15; the third row is masked, and the second ends first."""
+    returns, mask = table([1, 10], [3, NAN], [NAN, NAN], [2, 20]), torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1]]).bool()
+    values = table([0, 12], [2, NAN], [NAN, NAN], [4, 19])
+    # errors: 1, 1, -2 (mean 0) and -2, 1 (mean -0.5): 6 + 4.5 of 2 + 50
+    assert explained_beyond_position(values, returns, columns(mask), mask) == pytest.approx(1 - 10.5 / 52)
+
+
+def test_explained_beyond_position_is_the_usual_share_if_there_is_one_position():
+    values, returns = torch.randn(2, 9, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mask = torch.ones_like(values, dtype=torch.bool)
+    expected = explained_variance(values, returns, mask)
+    assert explained_beyond_position(values, returns, columns(mask), mask) == pytest.approx(expected)
+
+
+def test_explained_beyond_position_of_equal_returns_is_undefined():
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    returns = table([5, 7], [5, 7])
+    assert math.isnan(explained_beyond_position(table([1, 2], [3, 4]), returns, columns(mask), mask))
+    assert math.isnan(explained_beyond_position(returns, returns, columns(mask), torch.zeros_like(mask)))
