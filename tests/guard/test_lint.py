@@ -163,6 +163,8 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("learning-rate-high", SFT, ["policy.lr=1e-3"], ["policy.lr=3e-4"], BILLIONS),
     ("learning-rate-high", RM, ["model.lr=1e-4"], ["model.lr=1e-5"], BILLIONS),
     ("learning-rate-low", PPO, ["policy.lr=1e-6"], ["policy.lr=3e-4"], TINY),
+    ("learning-rate-low", PPO, ["policy.lr=1e-6"], ["policy.lr=2e-5"], MILLIONS),
+    ("learning-rate-low", PPO, ["policy.lr=5e-8"], ["policy.lr=1e-6"], BILLIONS),
     ("learning-rate-low", DPO, ["policy.lr=1e-8"], ["policy.lr=5e-8"], BILLIONS),
     ("lora-scale", SFT, ["policy.lora.alpha=320"], ["policy.lora.alpha=16"], UNKNOWN),
     ("adam-epsilon", SFT, ["policy.adam_eps=1e-2"], ["policy.adam_eps=1e-8"], UNKNOWN),
@@ -338,7 +340,7 @@ def test_the_command_prints_warnings_and_refuses_errors() -> None:
     printed = console.export_text()
     assert f"{len(all_rules())} rules: 0 errors, 0 warnings" in printed
     assert "learning rates were not checked: the size of runs/sft is not known" in printed
-    run_lint(str(ROOT / PPO), ["batch.epochs=9", "policy.model=any-135m"], console)
+    run_lint(str(ROOT / PPO), ["batch.epochs=9", "policy.model=any-135m", "policy.lr=2e-5"], console)
     printed = console.export_text()
     assert "warning  epochs-many-for-text" in printed
     assert "batch.epochs is 9. " in printed
