@@ -1,7 +1,8 @@
-"""Draw J against KL, of the comparison on people's pairs:  python benchmarks/compare_detox_chart.py
+"""Draw the charts of the comparison on people's pairs:  python benchmarks/compare_detox_chart.py
 
-Reads benchmarks/results/compare_detox_800.json and writes docs/images/compare_detox.svg: both seeds of every arm, with
-the 95 % interval over the test sentences and seeds.
+docs/images/compare_detox.svg: J against KL, from benchmarks/results/compare_detox_800.json: both seeds of every arm,
+with the 95 % interval over the test sentences and seeds. docs/images/detox_over_time.svg: the reward model's score and
+J on the dev sentences during training, from compare_detox_800_own.json, each seed a line.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-CHART = ROOT / "docs" / "images" / "compare_detox.svg"
+IMAGES = ROOT / "docs" / "images"
+COMPLETIONS = 64  # of a step
 NAMES = {
     "dpo": "DPO",
     "ppo": "PPO",
@@ -46,7 +48,33 @@ def read(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Draw the chart."""
+    """Draw the charts."""
+    draw_comparison()
+    draw_training()
+
+
+def draw_training() -> None:
+    """Draw what the reward model and the judges say of the dev sentences while PPO and GRPO train."""
+    results = read("compare_detox_800_own.json")
+    arms = {"PPO": results["seeds"], "GRPO, KL in the reward": results["others"]["grpo_kl_in_reward"]["seeds"]}
+    plt.rcParams["svg.hashsalt"] = "detox_over_time"
+    figure, panels = plt.subplots(1, 2, figsize=(7.0, 2.6), layout="constrained")
+    for (name, seeds), color in zip(arms.items(), ("#2a5db0", "#d07020"), strict=True):
+        for number, cell in enumerate(seeds.values()):
+            rows = cell["judge_on_256_dev_sentences"]
+            steps = [COMPLETIONS * row["step"] for row in rows]
+            for axes, key in zip(panels, ("reward_model", "score"), strict=True):
+                axes.plot(steps, [row[key] for row in rows], color=color, linewidth=1.2, label=None if number else name)
+    for axes, label in zip(panels, ("reward model's score", "J"), strict=True):
+        axes.set_xlabel("completions")
+        axes.set_ylabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False, loc="lower right", fontsize=9)
+    figure.savefig(IMAGES / "detox_over_time.svg", metadata={"Date": None})
+
+
+def draw_comparison() -> None:
+    """Draw J against KL of every arm."""
     comparison = read("compare_detox_800.json")
     plt.rcParams["svg.hashsalt"] = "compare_detox"
     figure, axes = plt.subplots(figsize=(6.0, 3.2), layout="constrained")
@@ -76,7 +104,7 @@ def main() -> None:
     axes.set_xlabel("KL to the start, nats per completion")
     axes.set_ylabel("J")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(CHART, metadata={"Date": None})
+    figure.savefig(IMAGES / "compare_detox.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -273,7 +273,7 @@ def test_what_the_page_says_of_json_on_a_cpu() -> None:
     shares = [100 * cell["full_in_training"][eighth] for eighth in (3, 7) for cell in cells]
     assert wrong(list(learned.groups()), shares) == []
     told = re.search(
-        r"(\.\d+), (\.\d+) and (\.\d+) of the variance .*?, (\.\d+), (\.\d+) and (\.\d+) in the first", text
+        r"(\.\d+), (\.\d+) and (\.\d+) of their variance .*?, (\.\d+), (\.\d+) and (\.\d+) in the first", text
     )
     assert told is not None
     assert wrong(decimals(" ".join(told.groups()[:3])), [cell["explained_variance"][1] for cell in cells]) == []
@@ -282,6 +282,38 @@ def test_what_the_page_says_of_json_on_a_cpu() -> None:
     assert share is not None
     (ceiling,) = read_list("critic_ceiling_json.json")
     assert wrong(decimals(share[1]), [ceiling["between prompts"]]) == []
+    heads = re.search(r"explains (\.\d+) from the prompt, and (\.\d+) from the prompt and the tokens", text)
+    assert heads is not None
+    fitted = [ceiling[f"linear head on the policy, {seen}"] for seen in ("prompt only", "prompt and tokens so far")]
+    assert wrong(decimals(" ".join(heads.groups())), fitted) == []
+
+
+def test_what_the_page_says_of_a_critic_that_counts_tokens() -> None:
+    text = " ".join(page("docs/experiments/json.md").split(ON_A_CPU)[1].split(CHEAPER_MEANS)[0].split())
+    steps = read("critic_beyond_position.json")["rows"]
+    told = re.search(r"it is (\.\d+) on average, and the usual measure (\.\d+)\. .*? measure is (\.\d+) to (\.\d+)\.", text)
+    assert told is not None
+    means = [sum(step[key] for step in steps) / 8 for key in ("explained_beyond_position", "explained_variance")]
+    alike = [step["explained_variance"] for step in steps if step["score_std"] == 0]
+    assert len(steps) == 8
+    assert len(alike) == 3
+    assert wrong(decimals(" ".join(told.groups())), [*means, min(alike), max(alike)]) == []
+
+
+def test_what_the_page_says_of_j_over_time() -> None:
+    text = " ".join(page("docs/experiments/detox.md").split("detox_over_time.svg")[1].split())
+    results = read("compare_detox_800_own.json")
+    cells = [*results["seeds"].values(), *results["others"]["grpo_kl_in_reward"]["seeds"].values()]
+    curves = [cell["judge_on_256_dev_sentences"] for cell in cells]
+    assert [rows[1]["step"] * 64 for rows in curves] == [1024] * 4
+    early = [(rows[1]["score"] - rows[0]["score"]) / (rows[-1]["score"] - rows[0]["score"]) for rows in curves]
+    assert 2 / 3 < min(early) < 0.72
+    assert 0.78 < max(early) < 0.83
+    rises = re.search(r"still rises by (\.\d+) to (\.\d+):", text)
+    assert rises is not None
+    later = [rows[-1]["reward_model"] - rows[1]["reward_model"] for rows in curves]
+    assert wrong(decimals(" ".join(rises.groups())), [min(later), max(later)]) == []
+    assert all(rows[-1]["score"] > rows[1]["score"] for rows in curves)
 
 
 def test_what_the_page_says_of_json_in_1024_completions() -> None:
