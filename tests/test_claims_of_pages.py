@@ -291,7 +291,9 @@ def test_what_the_page_says_of_json_on_a_cpu() -> None:
 def test_what_the_page_says_of_a_critic_that_counts_tokens() -> None:
     text = " ".join(page("docs/experiments/json.md").split(ON_A_CPU)[1].split(CHEAPER_MEANS)[0].split())
     steps = read("critic_beyond_position.json")["rows"]
-    told = re.search(r"it is (\.\d+) on average, and the usual measure (\.\d+)\. .*? measure is (\.\d+) to (\.\d+)\.", text)
+    told = re.search(
+        r"it is (\.\d+) on average, and the usual measure (\.\d+)\. .* measure is (\.\d+) to (\.\d+)\.", text
+    )
     assert told is not None
     means = [sum(step[key] for step in steps) / 8 for key in ("explained_beyond_position", "explained_variance")]
     alike = [step["explained_variance"] for step in steps if step["score_std"] == 0]

@@ -9,6 +9,7 @@ import torch
 from algo_cases import NAN, close, grids, live, table
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rlhf.algo.advantages import gae
 from rlhf.algo.masked import explained_beyond_position, explained_variance
