@@ -4,7 +4,8 @@
     python benchmarks/cost_at_limit.py runs/compare-lag [--limit 1.5] [--out benchmarks/results/compare_lag.json]
 
 Per arm and seed: the mean cost of the last 30 % of the steps, the final multiplier, and score, cost and KL of the final
-model on the held-out prompts. Writes JSON and prints the rows of a Markdown table.
+model on the held-out prompts. Writes JSON, with the cost, multiplier and score of every step, and prints the rows of a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import yaml
 LAST = 0.3  # share of the steps
 
 
-def read_seed(folder: Path) -> dict[str, float | None] | None:
+def read_seed(folder: Path) -> dict[str, Any] | None:
     """Read the final figures of a trained cell; None if it has not been judged."""
     if not (folder / "judged.json").is_file():
         return None
     judged = json.loads((folder / "judged.json").read_text(encoding="utf-8"))["metrics"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    costs = [line["cost/mean"] for line in lines if "cost/mean" in line]
-    multipliers = [line["lagrange/multiplier"] for line in lines if "lagrange/multiplier" in line]
+    costs, multipliers, scores = (
+        [line[name] for line in lines if name in line] for name in ("cost/mean", "lagrange/multiplier", "score/mean")
+    )
     late = costs[-max(1, round(LAST * len(costs))) :]
     return {
         "late_cost": sum(late) / len(late),
@@ -35,6 +37,9 @@ def read_seed(folder: Path) -> dict[str, float | None] | None:
         "eval_cost": judged["eval/cost"],
         "eval_cost_se": judged["eval/cost_se"],
         "eval_kl": judged["eval/kl"],
+        "costs": [round(cost, 4) for cost in costs],
+        "multipliers": [round(multiplier, 4) for multiplier in multipliers],
+        "scores": [round(score, 4) for score in scores],
     }
 
 

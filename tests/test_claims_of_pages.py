@@ -1053,30 +1053,31 @@ def test_the_limit_in_the_lab() -> None:
 
 def test_the_limit_on_toxicity() -> None:
     measured, seen = read("detox_lag.json"), 0
+    cells, late = list(measured["arms"]["ppo_lag"].values()), list(measured["late"].values())
     keys = ("late_cost", "multiplier", "eval_score", "eval_cost", "eval_kl")
     text = page("docs/algorithms/safe_rlhf.md").split("## A limit on toxicity")[1]
     for row in rows(text):
-        arm = {"λ from 3": "ppo_lag", "λ from 0.5": "late"}.get(row[0].partition(",")[0])
+        arm = {"λ from 3": cells, "λ from 0.5": late}.get(row[0].partition(",")[0])
         if arm is None:
             continue
         for shown, key in zip(row[1:], keys, strict=True):
-            assert wrong(numbers(shown), [cell[key] for cell in measured[arm].values()]) == [], (row, key)
+            assert wrong(numbers(shown), [cell[key] for cell in arm]) == [], (row, key)
         seen += 1
     assert seen == 2
-    cell = measured["ppo_lag"]["11"]
-    below = re.search(r"below its limit\*\*, (\d+) % in", text)
-    moved = re.search(r"falls from (\S+) on average .*? to (\S+) in the last .*?from (\S+) to (\S+) mean", text, re.S)
-    assert below is not None
-    assert moved is not None
-    assert wrong([below[1]], [100 * (1 - cell["late_cost"] / measured["limit"])]) == []
-    ends = [sum(cell[key][part]) / 16 for key in ("multipliers", "scores") for part in (slice(16), slice(-16, None))]
+    flat = " ".join(text.split())
+    below = re.search(r"in every seed\*\*, by (\d+), (\d+) and (\d+) % in", flat)
+    moved = re.search(r"falls, from (\S+), (\S+) and (\S+) on average .*? to (\S+), (\S+) and (\S+) in", flat)
+    chosen = re.search(r"whose cost ended (\d+) % below", flat)
+    above = re.search(r"ends (\d+), (\d+) and (\d+) % above", flat)
+    start = re.search(r"a cost of ([\d.]+) and a score of ([\d.]+) on 200", flat)
+    for told in (below, moved, chosen, above, start):
+        assert told is not None
+    distances = [100 * (1 - cell["late_cost"] / measured["limit"]) for cell in cells]
+    ends = [sum(cell["multipliers"][part]) / 16 for part in (slice(16), slice(-16, None)) for cell in cells]
+    assert wrong(list(below.groups()), sorted(distances)) == []
     assert wrong(list(moved.groups()), ends) == []
-    over = [100 * (cell["late_cost"] / measured["limit"] - 1) for cell in measured["late"].values()]
-    told = re.search(r"ends (\d+), (\d+) and (\d+) % above", text)
-    assert told is not None
-    assert wrong(list(told.groups()), sorted(over)) == []
-    start = re.search(r"a cost of ([\d.]+) and a score of ([\d.]+) on 200", text)
-    assert start is not None
+    assert wrong([chosen[1]], [100 * (1 - measured["chosen with"]["11"]["late_cost"] / measured["limit"])]) == []
+    assert wrong(list(above.groups()), sorted(100 * (cell["late_cost"] / measured["limit"] - 1) for cell in late)) == []
     assert wrong(list(start.groups()), [measured["start"]["eval_cost"], measured["start"]["eval_score"]]) == []
 
 
