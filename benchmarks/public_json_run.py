@@ -7,6 +7,12 @@ The run (20,000 completions, LoRA, MIT licence) has its 300 evaluation prompts a
 Checked of an answer, beside that it parses: object or array, the named keys, the types in parentheses, and the numbers
 of items that the prompt gives. Conditions that no program can read from the sentence ("a nested object describing the
 change") are not checked, so that the share is an upper bound.
+
+Other models answer the same prompts, and are scored in the same way:
+
+    python benchmarks/public_json_run.py GRPO-strict-generation --prompts public_prompts.jsonl
+    rlhf sample runs/json-4096/ppo/seed-0 --data public_prompts.jsonl --greedy --max-new-tokens 512 --out ppo-0.jsonl
+    python benchmarks/public_json_run.py GRPO-strict-generation --completions ppo-0=ppo-0.jsonl
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,22 +102,54 @@ def meets_all(completion: str, prompt: str) -> bool:
     return isinstance(value, wanted) and all(check(value, prompt) for check in (has_keys, has_types, has_counts))
 
 
+def is_json(completion: str) -> bool:
+    """Check whether an answer parses."""
+    try:
+        parse(completion)
+    except ValueError:
+        return False
+    return True
+
+
+def shares_of(completions: Sequence[str], prompts: Sequence[str], valid: Sequence[bool]) -> dict[str, float]:
+    """Compute the share of answers that parse, and of those that meet everything that is checked."""
+    full = [meets_all(completion, prompt) for completion, prompt in zip(completions, prompts, strict=True)]
+    return {
+        "rows": len(prompts),
+        "parses, as published": sum(valid) / len(prompts),
+        "everything that is checked": sum(full) / len(prompts),
+    }
+
+
+def read_completions(path: Path, prompts: Sequence[str]) -> list[str]:
+    """Read the answers that `rlhf sample` wrote to these prompts, in their order."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    if len(rows) != len(prompts):
+        raise SystemExit(f"{path} has {len(rows)} answers to {len(prompts)} prompts")
+    return [row["completion"] for row in rows]
+
+
 def main() -> None:
-    """Print both shares before and after the run."""
+    """Print both shares before and after the run, and of other models' answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clone", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--prompts", type=Path, help="write the prompts to this file, and end")
+    parser.add_argument("--completions", action="append", default=[], metavar="NAME=FILE", help="of `rlhf sample`")
     args = parser.parse_args()
     shares: dict[str, dict[str, float]] = {}
+    prompts: list[str] = []
     for name, file in FILES.items():
         rows = json.loads((args.clone / FOLDER / file).read_text(encoding="utf-8"))
         prompts = [match[1] for row in rows if (match := USER.search(row["prompt"]))]
-        full = [meets_all(row["completion"], prompt) for row, prompt in zip(rows, prompts, strict=True)]
-        shares[name] = {
-            "rows": len(rows),
-            "parses, as published": sum(row["valid"] for row in rows) / len(rows),
-            "everything that is checked": sum(full) / len(rows),
-        }
+        shares[name] = shares_of([row["completion"] for row in rows], prompts, [row["valid"] for row in rows])
+    if args.prompts is not None:
+        args.prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+        return
+    for entry in args.completions:
+        name, _, file = entry.partition("=")
+        completions = read_completions(Path(file), prompts)
+        shares[name] = shares_of(completions, prompts, [is_json(completion) for completion in completions])
     text = json.dumps(shares, indent=2)
     sys.stdout.write(text + "\n")
     if args.json is not None:

@@ -445,6 +445,9 @@ def test_the_step_of_8_billion_weights() -> None:
     assert wrong(list(shown), [gpu["prompt_tokens"], *peaks, gpu["loading_s"], gpu["step_s"]]) == []
 
 
+WHEN = ("before", "after")
+
+
 def test_the_public_run_on_json() -> None:
     measured = read("public_json_run.json")
     told = re.search(
@@ -455,10 +458,17 @@ def test_the_public_run_on_json() -> None:
     assert told is not None
     parses, rows_of, after, before_all, after_all = map(int, told.groups())
     assert rows_of == measured["before"]["rows"]
-    shares = [
-        measured[when][what] for what in ("parses, as published", "everything that is checked") for when in measured
-    ]
+    shares = [measured[when][what] for what in ("parses, as published", "everything that is checked") for when in WHEN]
     assert [parses, after, before_all, after_all] == [round(100 * share) for share in shares]
+    ours = re.search(
+        r"to these (\d+) prompts: (\d+) % parse and (\d+) % \[(\d+), (\d+)\] meet", page("docs/experiments/json.md")
+    )
+    assert ours is not None
+    cell = measured["PPO, seed 0"]
+    met = share_estimate("met", [1.0] * 133 + [0.0] * 167, "")
+    assert cell["everything that is checked"] == met.value
+    expected = [cell["rows"], *(100 * share for share in (cell["parses, as published"], met.value, met.low, met.high))]
+    assert wrong(list(ours.groups()), expected) == []
 
 
 DETOX = {
