@@ -107,17 +107,20 @@ def whiten(
 
 
 def explained_beyond_position(
-    values: Float[Tensor, "B T"], returns: Float[Tensor, "B T"], positions: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    values: Float[Tensor, "B T"],
+    returns: Float[Tensor, "B T"],
+    positions: Int[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
 ) -> float:
-    """Compute the share of the returns' variance between rows at the same position that the critic explains.
+    """Compute the share of the returns' variance among tokens at the same position that the critic explains.
 
         1 - sum (e - mean_p e)^2 / sum (R - mean_p R)^2   with e = R - V and mean_p over the tokens at position p
 
     A KL penalty in the reward lowers the return of every token still to come, so that a critic which only counts
     tokens has an explained variance above 0. Here it has 0. NaN if the returns do not vary beyond rounding.
     """
-    counts = torch.zeros(int(positions.max()) + 1, dtype=returns.dtype, device=returns.device)
-    live = positions[mask]
+    live = positions[mask]  # below T
+    counts = torch.zeros(mask.shape[1], dtype=returns.dtype, device=returns.device)
     counts.index_add_(0, live, torch.ones_like(returns[mask]))
 
     def spread(numbers: Float[Tensor, " N"]) -> Tensor:

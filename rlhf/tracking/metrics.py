@@ -218,7 +218,7 @@ trust_region/cg_residual | -     | |g - (F + damping) x| / |g| after the last co
 critic/explained_variance | share | 1 - Var(return - value) / Var(return), values before the update
     label: expl. var.; better: higher; chart/critic: 1 Explained variance; progress/online: 4;
     tile: 7 Explained variance; summary: 8
-critic/explained_beyond_position | share | the same among tokens at the same position: 0 for a critic that only counts tokens
+critic/explained_beyond_position | share | the same among tokens at one position: 0 for a critic that only counts tokens
     better: higher; chart/critic: 1
 critic/clip_fraction  | share    | tokens whose value gradient the clip stops
     chart/critic: 4 Share of clipped values
