@@ -6,6 +6,7 @@ from mutant import Mutant
 
 EXACT = ("tests/environments/test_exact_episodes.py",)
 PLAYED = ("tests/environments/test_episodes.py",)
+MASKS = ("tests/environments/test_masks.py",)
 
 EPISODES = [
     Mutant(
@@ -65,5 +66,37 @@ EPISODES = [
         after='derive_seed(key, "environment", row)',
         why="the episodes of a group have different instances: the baseline compares tasks",
         tests=PLAYED,
+    ),
+    Mutant(
+        name="gae-whitens-observations",
+        file="rlhf/algorithms/gae.py",
+        before="whiten(advantages, rollout.action_mask, weights=",
+        after="whiten(advantages, rollout.completion_mask, weights=",
+        why="zeros at observations move the mean and the deviation of the advantages",
+        tests=MASKS,
+    ),
+    Mutant(
+        name="minibatch-whitens-observations",
+        file="rlhf/algorithms/gae.py",
+        before="whiten(minibatch.advantages, minibatch.loss_mask)",
+        after="whiten(minibatch.advantages, minibatch.completion_mask)",
+        why="the same in each minibatch (whiten_over=minibatch)",
+        tests=MASKS,
+    ),
+    Mutant(
+        name="reinforce-whitens-observations",
+        file="rlhf/algorithms/reinforce.py",
+        before="whiten(returns, rollout.action_mask)",
+        after="whiten(returns, rollout.completion_mask)",
+        why="the same without a critic",
+        tests=MASKS,
+    ),
+    Mutant(
+        name="turn-lambda-is-not-passed",
+        file="rlhf/algorithms/gae.py",
+        before="turn_lambda=self.turn_lambda",
+        after="turn_lambda=None",
+        why="the setting has no effect",
+        tests=MASKS,
     ),
 ]
