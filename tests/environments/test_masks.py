@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
+from test_episodes import tree
 
 from rlhf.algo.kl import Coefs
+from rlhf.algo.selection import best_and_worst
 from rlhf.algorithms.online import Online
+from rlhf.evaluation.evaluate import evaluate_policy
 from rlhf.experience import compute_advantages
-from rlhf.types import Rollout, StopReason
+from rlhf.training.annotate import annotate
+from rlhf.training.collect import sample_and_score
+from rlhf.training.offline import PairwiseLoss, stack_sides
+from rlhf.types import Experience, Rollout, SampledPairs, StopReason
 
 NO_KL = {"placement": "none", "coef": 0.0}
 NOTHING = Coefs(kl=0.0, penalty=0.0)
@@ -105,3 +114,73 @@ def test_reinforce_discounts_no_observation() -> None:
     game = two_turns([[1, 1, 0, 1]], [[0.0, 2.0, 0.0, 4.0]], [[0.0] * 4])
     experience = compute_advantages(game, online({"type": "batch_whiten", "gamma": 0.5, "whiten": False}), NOTHING)
     assert experience.advantages.tolist() == [[2.0, 4.0, 0.0, 4.0]]
+
+
+def played(folder: Path, *overrides: str, preset: str = "ppo") -> tuple[Any, Experience]:
+    """Play a step of a tiny policy that has moved away from its reference."""
+    settings = tree(folder)
+    settings["algorithm"] = {"preset": preset}
+    settings["sampling"] = {"max_new_tokens": 6, "completions_per_prompt": 2}
+    run = runs.online(settings, "checkpoint.every=0", *overrides)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in run.models.policy.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    collected = sample_and_score(run, 1)
+    assert collected is not None
+    return run, compute_advantages(annotate(run, collected), run.algorithm, run.coefs)
+
+
+def test_no_pair_learns_what_the_environment_wrote(tmp_path: Path) -> None:
+    run, experience = played(tmp_path, preset="online_dpo")
+    pairs = run.algorithm.advantage.select(experience, drops_rows=False)
+    assert isinstance(pairs, SampledPairs)
+    best, worst = best_and_worst(experience.scores, 2)
+    actions = experience.action_mask[torch.cat([best, worst])]
+    live = experience.completion_mask[torch.cat([best, worst])]
+    assert (live & ~actions).any()
+    logprobs = torch.randn(actions.shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    terms, _ = PairwiseLoss(run.models, run.algorithm.policy_loss.pair_loss).compare(
+        pairs, stack_sides(pairs), logprobs
+    )
+    sum(terms.values()).backward()  # type: ignore[union-attr]
+    assert logprobs.grad is not None
+    assert torch.equal(logprobs.grad != 0, actions)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_penalty_in_the_loss_is_of_actions(tmp_path: Path, estimator: str) -> None:
+    """With advantages of zero the penalty is the whole loss; also of a reference that has a value at each token."""
+    kl = ("algorithm.kl.placement=loss", f"algorithm.kl.estimator={estimator}", "algorithm.kl.coef=0.5")
+    run, experience = played(tmp_path, *kl)
+    micro = replace(
+        experience,
+        advantages=torch.zeros_like(experience.advantages),
+        ref_logprobs=torch.where(experience.completion_mask, experience.ref_logprobs - 0.3, 0.0),
+    )
+    outputs = run.models.outputs(micro)
+    logprobs = outputs.logprobs.detach().requires_grad_()
+    terms, metrics = run.objective.policy_term(micro, logprobs, outputs.entropy.detach(), run.coefs)
+    terms["policy"].backward()
+    assert logprobs.grad is not None
+    assert torch.equal(logprobs.grad != 0, experience.action_mask)
+    assert metrics["loss/kl"].weight == experience.action_mask.sum()
+
+
+def test_the_kl_of_an_evaluation_is_of_actions(tmp_path: Path) -> None:
+    """Against the log-probabilities and the KL of all positions, of which those of actions are summed here."""
+    run, _ = played(tmp_path)
+    judge = run.reward
+    evaluation = evaluate_policy(
+        [run.prompts(1)], run.sampler, run.models, judge, proxy=None, key=5, greedy=False, rows_per_pass=16
+    )
+    rows = evaluation.rollout
+    whole = run.models.compare_to_reference(rows)
+    actions, observed = rows.action_mask, rows.completion_mask & ~rows.action_mask
+    assert whole.kl[observed].min() > 0
+    assert (whole.logprobs - whole.ref_logprobs)[observed].abs().min() > 0
+    exact = torch.where(actions, whole.kl, 0.0).sum(dim=1)
+    sampled = torch.where(actions, whole.logprobs - whole.ref_logprobs, 0.0).sum(dim=1)
+    torch.testing.assert_close(evaluation.exact_kl.float(), exact.float())
+    assert evaluation.metrics["eval/kl_exact"] == pytest.approx(float(exact.mean()), rel=1e-4)
+    assert evaluation.metrics["eval/kl"] == pytest.approx(float(sampled.mean()), rel=1e-4)
+    assert evaluation.metrics["eval/entropy"] == pytest.approx(-float(whole.logprobs[actions].mean()), rel=1e-4)

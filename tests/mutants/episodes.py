@@ -99,4 +99,20 @@ EPISODES = [
         why="the setting has no effect",
         tests=MASKS,
     ),
+    Mutant(
+        name="pairs-learn-observations",
+        file="rlhf/algo/selection.py",
+        before='_learned"] = rows.action_mask',
+        after='_learned"] = rows.completion_mask',
+        why="online DPO learns to write what the environment wrote in the better episode",
+        tests=MASKS,
+    ),
+    Mutant(
+        name="evaluated-kl-of-observations",
+        file="rlhf/evaluation/evaluate.py",
+        before="torch.where(completions.action_mask, tensor, 0.0)",
+        after="torch.where(completions.completion_mask, tensor, 0.0)",
+        why="the KL of an agent grows with the length of what its tools answer",
+        tests=MASKS,
+    ),
 ]
