@@ -325,4 +325,13 @@ ADVANTAGES = [
         why="the penalty and the metric measure different things",
         tests=("tests/rewards/test_combine.py::test_what_does_not_apply_is_left_out_of_every_combination",),
     ),
+    Mutant(
+        name="process-rewards-at-the-end",
+        file="rlhf/experience.py",
+        before="        rewards = rewards + torch.where(mask, rollout.process_rewards, 0.0)\n",
+        after="        steps = torch.where(mask, rollout.process_rewards, 0.0).sum(dim=1)\n"
+        "        rewards = token_rewards(rollout.scores + steps, penalty, mask)\n",
+        why="every step is paid at the last token: a step is credited for the ones before it",
+        tests=("tests/rewards/test_process_rewards.py::test_gae_credits_what_led_to_a_step",),
+    ),
 ]

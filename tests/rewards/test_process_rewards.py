@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,14 +24,18 @@ from transformers import (
     LlamaForTokenClassification,
 )
 
-from rlhf.algo.advantages import gae, token_rewards
+from rlhf.algo.kl import Coefs
+from rlhf.algorithms.online import Online
+from rlhf.batching import extend
 from rlhf.config.load import train_config, validate
 from rlhf.data.paths import model_paths
 from rlhf.errors import ConfigError, ModelError, RewardError
+from rlhf.experience import compute_advantages
 from rlhf.models.lora import quiet_peft
 from rlhf.models.step_model import load_step_model
 from rlhf.references import CONVERSATION, MESSAGES
 from rlhf.rewards.process import FunctionProcess, ModelProcess, ProcessGrader, find_steps
+from rlhf.types import Rollout
 
 
 def read(ids: Sequence[int]) -> str:
@@ -120,13 +124,43 @@ def test_a_step_without_a_grade_is_an_error(grades: Any) -> None:
         grader(lambda prompt, steps, row: grades)(replace(batch, references=({},)))
 
 
+def rollout_with_steps() -> Rollout:
+    """Two completions with the scores 10 and 4; the first one has the step rewards 2.5 and 1."""
+    batch = completions_of([[7], [8]], [[3, 4, 9, 5], [6, EOS]])
+    zeros = torch.zeros(batch.completion_ids.shape)
+    steps = torch.tensor([[0.0, 2.5, 0.0, 1.0], [0.0, 0.0, 9.0, 9.0]])  # nothing counts behind a completion's end
+    return extend(
+        Rollout,
+        batch,
+        scores=torch.tensor([10.0, 4.0]),
+        baselines=torch.zeros(2),
+        logprobs=zeros,
+        ref_logprobs=zeros,
+        values=zeros,
+        hinted=torch.zeros(2, dtype=torch.bool),
+        process_rewards=steps,
+    )
+
+
+def advantages_of(advantage: dict[str, Any], **sections: Any) -> list[list[float]]:
+    kl = {"placement": "none", "coef": 0.0}
+    tree = {"advantage": advantage, "policy_loss": {"type": "clip"}, "kl": kl, **sections}
+    coefs = Coefs(kl=0.0, penalty=0.0)
+    experience = compute_advantages(rollout_with_steps(), Online.model_validate(tree), coefs)
+    return cast(list[list[float]], experience.advantages.tolist())
+
+
 def test_gae_credits_what_led_to_a_step() -> None:
-    """By hand, γ = λ = 1 and V = 0: a token's advantage is the sum of all rewards from there on, and the score."""
-    mask = torch.tensor([[True, True, True, True, False]])
-    steps = torch.tensor([[0.0, 2.5, 0.0, 1.0, 0.0]])
-    rewards = token_rewards(torch.tensor([10.0]), torch.zeros(1, 5), mask) + torch.where(mask, steps, 0.0)
-    advantages, _ = gae(rewards, torch.zeros(1, 5), mask, gamma=1.0, gae_lambda=1.0)
-    assert advantages.tolist() == [[13.5, 13.5, 11, 11, 0]]
+    """By hand, V = 0: a token's advantage is the sum of all rewards from there on, the score among them."""
+    critic = {"value_loss": {"clip_eps": None}}
+    whole = advantages_of({"type": "gae", "whiten": False}, **critic)
+    assert whole == [[13.5, 13.5, 11, 11], [4, 4, 0, 0]]
+    own = advantages_of({"type": "gae", "gae_lambda": 0.0, "whiten": False}, **critic)
+    assert own == [[0, 2.5, 0, 11], [0, 4, 0, 0]]
+
+
+def test_reinforce_credits_what_led_to_a_step() -> None:
+    assert advantages_of({"type": "batch_whiten", "whiten": False}) == [[13.5, 13.5, 11, 11], [4, 4, 0, 0]]
 
 
 STEPS = """
