@@ -124,3 +124,33 @@ class Wordy(Colors):
         assert options is not None
         is_long = self.prompt in (None, options["prompt"])
         return " ".join([self.word] * (self.words if is_long else 1)), {}
+
+
+class Counting(Colors):
+    """Is no function of seed, row and actions, for one prompt: what it counts in a file decides its answer."""
+
+    def __init__(self, counter: str, counts: str) -> None:
+        super().__init__()
+        self.counter, self.counts = Path(counter), counts
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        assert options is not None
+        self.prompt = options["prompt"]
+        return self.counted("reset") if self.prompt == "changing" else "", super().reset(seed=seed)[1]
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self.prompt == "exiting":
+            os._exit(3)
+        observation, *rest = super().step(action)
+        return (observation + self.counted("step") if self.prompt == "changing" else observation), *rest
+
+    def counted(self, where: str) -> str:
+        """Return what this call adds to the observation."""
+        again = self.counter.exists()
+        if where == "step":
+            self.counter.touch()
+        if again and self.counts == "failure":
+            raise RuntimeError("it can be played once")
+        if again and self.counts == "exit":
+            os._exit(4)
+        return " again" if again and self.counts == where else ""

@@ -115,4 +115,12 @@ EPISODES = [
         why="the KL of an agent grows with the length of what its tools answer",
         tests=MASKS,
     ),
+    Mutant(
+        name="answers-of-a-replay-are-not-compared",
+        file="rlhf/environments/pool.py",
+        before="if answer == expected:",
+        after="if not isinstance(answer, Fault):",
+        why="an environment that is no function of its seed goes on as another one than the policy has read",
+        tests=("tests/environments/test_pool.py",),
+    ),
 ]
