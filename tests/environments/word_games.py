@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -154,3 +155,30 @@ class Counting(Colors):
         if again and self.counts == "exit":
             os._exit(4)
         return " again" if again and self.counts == where else ""
+
+
+class KillsTheTrainer(Colors):
+    """Kills the process that trains at a reset or a step, as the file `armed` of a folder says; then it hangs."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self.arrive("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.arrive("step")
+        return super().step(action)
+
+    def arrive(self, place: str) -> None:
+        """Count a call of this place over all worker processes, and kill their parent at the number of `armed`."""
+        armed = self.folder / "armed"
+        if not armed.is_file() or armed.read_text().split()[0] != place:
+            return
+        with (self.folder / "workers").open("a", encoding="utf-8") as calls:
+            calls.write(f"{os.getpid()}\n")
+        if len((self.folder / "workers").read_text().splitlines()) >= int(armed.read_text().split()[1]):
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
