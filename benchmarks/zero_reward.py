@@ -1,8 +1,8 @@
 """GRPO and PPO on doors that nobody opens by chance, plain and rescued by hints:   python benchmarks/zero_reward.py
 
-Makes the world of rlhf.lab.doors, then runs configs/lab/zero_reward.yaml for every seed and arm: without a rescue, and
-with each kind of importance weight. Writes a JSON file (--out) and prints the table in Markdown. Seeds may be run apart
-(--seeds 0 --out a.json); a finished run is not repeated.
+Makes the world of rlhf.lab.doors, then runs configs/lab/zero_reward.yaml for every seed and arm: without a rescue, with
+each kind of importance weight, and with a curriculum, alone and beside the rescue. Writes a JSON file (--out) and
+prints the table in Markdown. Seeds may be run apart (--seeds 0 --out a.json); a finished run is not repeated.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ ARMS: dict[str, Tree] = {
     "plain": {"algorithm": {"rescue": None}},
     "shaped": {},
     "token": {"algorithm": {"rescue": {"weights": {"type": "token"}}}},
+    "curriculum": {"algorithm": {"rescue": None, "curriculum": {"type": "variance"}}},
+    "shaped_curriculum": {"algorithm": {"curriculum": {"type": "variance"}}},
     "ppo": _with_critic(None),
     "ppo_shaped": _with_critic({"weights": {"type": "shaped", "gamma": 1e-3}}),
     "ppo_sequence": _with_critic({"after": 1, "weights": {"type": "sequence", "cap": 100.0}}),

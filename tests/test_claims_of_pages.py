@@ -1149,6 +1149,65 @@ def test_the_share_of_the_reward_that_a_critic_can_explain() -> None:
     assert len(seen) == 5
 
 
+ZERO_REWARD = ["plain", "shaped", "curriculum", "shaped_curriculum", "ppo", "ppo_shaped", "ppo_sequence"]
+
+
+def test_doors_that_open_by_a_hint() -> None:
+    """The rows of the table are in the order of the printed command."""
+    text, arms = page("docs/algorithms/zero_reward.md"), read("zero_reward.json")["arms"]
+    assert f"--arms {' '.join(ZERO_REWARD)}\n" in text
+    assert list(arms) == ZERO_REWARD
+    shown = [row for row in rows(text.split("## What was measured")[1].split("## ")[0]) if row[0] not in ("arm", "---")]
+    for row, name in zip([row for row in shown if len(row) == 3], ZERO_REWARD, strict=True):
+        seeds = [arms[name][seed] for seed in "012"]
+        assert wrong(numbers(row[1]), [seed["score"]["40"] for seed in seeds]) == [], row
+        counts = [int(seed["completions"]) for seed in seeds]
+        ends = sorted({min(counts), max(counts)})
+        assert row[2] == " to ".join(f"{end:,}" for end in ends), row
+    plain = [arms[name][seed] for name in ("plain", "curriculum", "ppo") for seed in "012"]
+    assert {(run["successes_without_hint"], run["completions"]) for run in plain} == {(0, 1280)}
+
+
+AGREEMENT = {
+    "solutions of GSM8K": "math, solutions of models",
+    "references": "math, references",
+    "rows of IFEval": "ifeval, strict",
+    "HumanEval": "code, auto",
+}
+
+
+def test_verifiers_beside_other_graders() -> None:
+    text, measured = (
+        page("docs/verifiers.md").split("## Agreement with other graders")[1],
+        read("verifier_agreement.json"),
+    )
+    shown = [row for row in rows(text) if row[0].startswith("`")]
+    for row, (words, name) in zip(shown, AGREEMENT.items(), strict=True):
+        assert words in row[1]
+        counts = [int(count.replace(",", "")) for count in row[2].split(" of ")]
+        assert counts == [measured[name]["agree"], measured[name]["graded"]][: len(counts)], row
+        assert len(counts) == 2 or measured[name]["agreement"] == 1, row
+    solutions, references, ifeval, code = (measured[name] for name in AGREEMENT.values())
+    share = re.search(r"([\d,]+) solutions of GSM8K by models, (\d+) % right", text)
+    assert share is not None
+    assert int(share[1].replace(",", "")) == solutions["graded"]
+    assert wrong([share[2]], [100 * solutions["right by the other grader"] / solutions["graded"]]) == []
+    assert f"| {references['graded'] // 2:,} references" in text
+    assert f"| {ifeval['graded'] // 10} rows of IFEval, ten texts each" in text
+    assert "The seven:" in text
+    assert ifeval["lower"] + ifeval["higher"] == 7
+    half = code["graded"] // 2
+    assert f"its {half} solutions, and {half} bodies" in text
+    told = re.search(
+        r"graded (\d+) programs a second with `sandbox: auto`, (\d+) with monty and (\d+) with bubble", text
+    )
+    assert told is not None
+    rates = [measured[f"code, {sandbox}"]["per second"] for sandbox in ("auto", "monty", "bubblewrap")]
+    assert [abs(float(number) - rate) <= 0.5 for number, rate in zip(told.groups(), rates, strict=True)] == [True] * 3
+    assert "Monty alone\nfails three of the solutions" in text
+    assert measured["code, monty"]["lower"] == 3
+
+
 def test_the_chain_on_smollm2() -> None:
     name = "docs/experiments/detox.md"
     measured = {arm: result["figures"] for arm, result in read("detox.json")["models"].items()}
