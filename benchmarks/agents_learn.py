@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from agent_tasks import TASKS, Task
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 import rlhf
 from rlhf.config.data import PromptsConfig
@@ -122,6 +122,13 @@ def imitate(model: Path, games: list[dict[str, Any]], folder: Path, seed: int, e
     return result.model_folder
 
 
+def count_actions(games: Sequence[Mapping[str, Any]], model: Path) -> int:
+    """Return the tokens of the actions of games, each with its end."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    actions = [message["content"] for game in games for message in game["messages"] if message["role"] == "assistant"]
+    return sum(len(ids) + 1 for ids in tokenizer(actions)["input_ids"])
+
+
 def settings_of(task: Task, arm: str, seed: int) -> dict[str, Any]:
     """Return the settings of a run."""
     tree: dict[str, Any] = {}
@@ -187,7 +194,7 @@ def run_cell(task: Task, arm: str, seed: int, work: Path) -> dict[str, Any]:
         shutil.rmtree(folder / arm, ignore_errors=True)
     if arm == "sft":
         games = task.games(EPISODES_PER_STEP * settings_of(task, "ppo", seed)["schedule"]["steps"], seed + 1000)
-        model = imitate(start, games, folder / "sft", seed, 1)
+        model, more = imitate(start, games, folder / "sft", seed, 1), {"imitated_tokens": count_actions(games, start)}
     elif arm != "start":
         model, more = learn(task, arm, start, folder / arm, seed)
     seconds = round(time.process_time() - began, 1)

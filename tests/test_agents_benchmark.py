@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -84,6 +85,7 @@ def test_a_cell_is_run_once(
     cell = json.loads(out.read_text())["cells"]["guess_7/0"]
     assert list(cell) == list(benchmark.MODELS)
     assert all(0 <= model["success"] <= 1 for model in cell.values())
+    assert 2 * 2 * 128 <= cell["sft"]["imitated_tokens"] <= 3 * 2 * 2 * 128  # a number and its end, one to three times
     assert cell["ppo"]["sampled_tokens"] >= 2 * 2 * 128  # a token and its end, at least, in each episode of two steps
     capsys.readouterr()
     benchmark.main()
@@ -108,10 +110,30 @@ def test_the_page_has_the_table(modules: dict[str, ModuleType]) -> None:
     assert [line for line in lines if line not in page] == []
 
 
+def test_the_page_tells_how_few_games_tasks_have(modules: dict[str, ModuleType]) -> None:
+    page = " ".join((BENCHMARKS.parent / "docs" / "agents.md").read_text(encoding="utf-8").split())
+    tasks, settings_of = modules["agent_tasks"].TASKS, modules["agents_learn"].settings_of
+    numbers, letters = tasks["guess_7"].kwargs["highest"], 26**2  # a letter twice, and one between
+    assert (
+        f"`guess_7` has {numbers} numbers, the three tasks of cups 108 games, and `palindrome` {letters} sets" in page
+    )
+    trees = [settings_of(tasks["palindrome"], arm, 0) for arm in ("ppo", "grpo")]
+    ppo, grpo = (tree["batch"]["prompts_per_step"] * tree["schedule"]["steps"] for tree in trees)
+    assert f"PPO's training draws {ppo:,} times and GRPO's {grpo} times" in page
+
+
+def test_letters_of_palindromes_are_drawn_by_their_seed(modules: dict[str, ModuleType]) -> None:
+    pytest.importorskip("reasoning_gym")
+    games = modules["agent_tasks"].TASKS["palindrome"].games(2000, seed=0)
+    sets = {"".join(sorted(re.findall(r"\w", game["messages"][0]["content"].rpartition(":")[2]))) for game in games}
+    assert 600 < len(sets) <= 26**2  # 641 of 676 are expected among 2,000
+
+
 def test_a_part_of_a_game_of_cups_says_nothing_about_the_ball() -> None:
     """Of 108 games a policy wins a third that does not read the ball's start, or one of the two swaps."""
     pairs = list(permutations(range(3), 2))
     games = list(product(range(3), pairs, pairs))
+    assert len(games) == 108
     balls = {}
     for start, *swaps in games:
         place = start

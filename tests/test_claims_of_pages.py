@@ -1137,6 +1137,70 @@ def test_what_smollm2_learned_of_a_game() -> None:
     assert wrong(list(told.groups()), won_by) == []
 
 
+def agent_cells(task: str) -> list[dict[str, Any]]:
+    """The models of a task's three seeds."""
+    cells = read("agents_learn.json")["cells"]
+    return [cells[f"{task}/{seed}"] for seed in "012"]
+
+
+def points(task: str, arm: str) -> list[float]:
+    return [100 * cell[arm]["success"] for cell in agent_cells(task)]
+
+
+def gains(task: str, arm: str) -> list[float]:
+    return [after - before for after, before in zip(points(task, arm), points(task, "start"), strict=True)]
+
+
+def told(text: str, pattern: str) -> list[str]:
+    """The numbers of a passage, whose lines may be broken anywhere."""
+    passages = re.findall(pattern, " ".join(text.split()))
+    assert len(passages) == 1, pattern
+    return numbers(passages[0] if isinstance(passages[0], str) else " ".join(passages[0]))
+
+
+def test_what_agents_gain() -> None:
+    text, easy = page("docs/agents.md"), ("guess_7", "calculator", "palindrome")
+    (ppo,) = told(text, r"PPO gains at least (\d+) points in every seed of `guess_7`, `calculator` and `palindrome`")
+    (grpo,) = told(text, r"GRPO gains at least (\d+) in these three tasks")
+    assert int(ppo) == int(min(gain for task in easy for gain in gains(task, "ppo")))
+    assert int(grpo) == int(min(gain for task in easy for gain in gains(task, "grpo")))
+    assert wrong(told(text, r"`palindrome`, and (\d+, \d+ and \d+) in `cups`"), gains("cups", "ppo")) == []
+    cups = told(text, r"in `cups` one seed gained (\d+) and two hardly moved \((\d+) and (\d+)\)")
+    assert wrong(sorted(cups, key=int), sorted(gains("cups", "grpo"))) == []
+    more = told(text, r"\(`cups_8192`\) PPO gains at least (\d+) and GRPO at least (\d+) in every seed")
+    assert [int(gain) for gain in more] == [int(min(gains("cups_8192", arm))) for arm in ("ppo", "grpo")]
+    assert wrong(told(text, r"PPO wins (\d+, \d+ and \d+) %\. Four"), points("cups_long", "ppo")) == []
+    won = told(text, r"PPO then wins (\d+, \d+ and \d+ %, GRPO \d+, \d+ and \d+)\.")
+    assert wrong(won, [*points("cups_8192", "ppo"), *points("cups_8192", "grpo")]) == []
+    first = told(text, r"The first seed of PPO wins (\d+) %, the others (\d+) and (\d+) %")
+    assert wrong(first, points("guess_7", "ppo")) == []
+    assert wrong(told(text, r"Six of the seven numbers would be (\d+) %"), [100 * 6 / 7]) == []
+
+
+def test_what_ppo_learns_of_sums_without_a_tool() -> None:
+    text = page("docs/agents.md")
+    assert wrong(told(text, r"The imitation solves (\d+) %"), [max(points("no_tool", "start"))]) == []
+    curves = [[100 * share for share in cell["ppo"]["curve"]] for cell in agent_cells("no_tool")]
+    shown = told(text, r"PPO solves (\d+, \d+ and \d+) % .*? and (\d+, \d+ and \d+) % of the sums of training")
+    assert wrong(shown, [*points("no_tool", "ppo"), *(curve[-1] for curve in curves)]) == []
+    shown = told(text, r"in tens of steps: (.*?) % in the first seed, (.*?) in the second, (.*?) in the third")
+    assert wrong(shown, [share for curve in curves for share in curve]) == []
+
+
+def test_the_agent_that_a_cpu_trains() -> None:
+    text, cell = page("docs/agents.md"), agent_cells("guess_7")[0]
+    shown = told(text, r"The start wins (\d+) % of 512 games, and PPO (\d+) % after 60 steps")
+    assert wrong(shown, [100 * cell[arm]["success"] for arm in ("start", "ppo")]) == []
+    assert "less than a minute of one core" in text
+    assert cell["ppo"]["cpu_seconds"] < 45, "and the imitation before it"
+    (minutes,) = told(text, r"19,200 games: (\d+) minutes on a GPU")
+    runs = read("agents_smollm2.json")["runs"]["ppo"].values()
+    assert wrong([minutes] * 3, [run["seconds"] / 60 for run in runs]) == []
+    curves = [run["return_by_15_steps"][:3] for run in runs]
+    ends = told(text, r"for 45 steps the return hardly moves \((\.\d+) to (\.\d+)\)")
+    assert wrong([f"0.{end}" for end in ends], [curves[0][0], curves[0][2]]) == []
+
+
 def test_the_share_of_the_reward_that_a_critic_can_explain() -> None:
     (start, after), seen = read_list("critic_ceiling.json"), set()
     assert (start["policy"], after["policy"]) == ("runs/detox/sft", "runs/detox/ppo")
