@@ -228,6 +228,7 @@ def test_errors_are_caught_by_name() -> None:
     answers with any error of a grader; reading pushed weights, which a server that fails half way answers for. The
     thread of a transfer hands any error of vLLM's over to the one that waits. The check of a reward skips and tells a
     row of which a verifier makes no right answer, by any error. Tasks of reasoning-gym fail on an answer by any error.
+    Any error of a program goes to its tests, in another process.
     """
     wrong = []
     for name, path in MODULES.items():
@@ -246,5 +247,6 @@ def test_errors_are_caught_by_name() -> None:
         "rlhf.serving.nccl",
         "rlhf.tracking.trackers",
         *["rlhf.verifiers.child"] * 2,
+        *["rlhf.verifiers.crossing.peer"] * 3,
         "rlhf.verifiers.reasoning_gym",
     ]

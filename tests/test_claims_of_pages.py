@@ -1435,6 +1435,20 @@ def test_what_exports_keep() -> None:
     assert compared == len(runs)
 
 
+def test_how_quickly_programs_are_graded() -> None:
+    measured = read("verifier_agreement.json")
+    text = " ".join(page("docs/verifiers.md").split())
+    rates = re.search(
+        r"graded (\d+) programs a second with `sandbox: auto`, (\d+) with monty and (\d+) with bubble", text
+    )
+    assert rates is not None
+    names = ("auto", "monty", "bubblewrap")
+    assert wrong(list(rates.groups()), [measured[f"code, {name}"]["per second"] for name in names]) == []
+    assert "Monty alone fails two of the solutions" in text
+    assert [measured[f"code, {name}"]["lower"] for name in names] == [0, 2, 0]
+    assert {measured[f"code, {name}"]["agree"] for name in ("auto", "bubblewrap")} == {328}
+
+
 def test_a_wrong_number_would_be_noticed() -> None:
     assert wrong(["2.84", "5.16"], [2.837, 5.1587]) == []
     assert wrong(["2.85"], [2.837]) == ["2.85, measured 2.837"]

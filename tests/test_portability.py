@@ -49,6 +49,9 @@ WITH_A_FALLBACK = {
         for name in ("os.killpg", "signal.SIGKILL", "signal.SIGALRM", "signal.setitimer", "signal.ITIMER_REAL")
     ),
     ("child.py", "import resource"),
+    *(  # bubblewrap needs Linux
+        ("processes.py", name) for name in ("os.fork", "signal.SIGCHLD", "signal.alarm", "import resource")
+    ),
     *(("pool.py", name) for name in ("os.killpg", "signal.SIGKILL", "signal.SIGALRM")),
     *(("process.py", name) for name in ("os.killpg", "signal.SIGKILL")),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import re
 import secrets
@@ -34,7 +35,8 @@ class CodeGrader(Grader):
 
     It runs in a sandbox: in monty (the extra `code`), or, if monty lacks a module or a part of the language, in
     bubblewrap (Linux). Without either a run does not start. The tests are asserts in a function that is defined after
-    the program has run; success is the secret that this function returns, and not the exit code.
+    the program has run; success is the secret that this function returns, and not the exit code. In bubblewrap the
+    tests run in a process of their own, of which the program gets the arguments of its calls and nothing else.
     """
 
     default_weights: ClassVar[dict[str, float]] = {"code": 1.0, "timed_out": 0.0, "unsupported": 0.0}
@@ -199,6 +201,7 @@ def make_tests(tests: object, entry_point: str | None) -> Tests:
     calls += [f"{name}()" for name in _uncalled_tests(tree)]
     tree.body += ast.parse("\n".join(calls)).body
     _check_asserts(tree)
+    shadowing = (entry_point,) if entry_point else _shadowing(tree)
     shared = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     seed = f"seed_{secrets.token_hex(16)}"
     own = [name for name in variables if name not in shared and not name.startswith("__")]
@@ -209,7 +212,9 @@ def make_tests(tests: object, entry_point: str | None) -> Tests:
     assert isinstance(function, ast.FunctionDef)
     function.body[:0] = [*ast.parse("\n".join(body)).body, *tree.body]
     definition = ast.unparse(ast.fix_missing_locations(function))
-    return Tests("\n".join([*imports, *seeds, definition]), f"check_{secret}()", secret)
+    return Tests(
+        "\n".join([*imports, *seeds, definition]), f"check_{secret}()", secret, tuple(sorted(shared)), shadowing
+    )
 
 
 def _variables(source: str) -> list[str]:
@@ -251,6 +256,17 @@ def _uncalled_tests(tree: ast.Module) -> list[str]:
     used = _names(tree)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     return [node.name for node in functions if node.name not in used and not ast.unparse(node.args)]
+
+
+def _shadowing(tree: ast.Module) -> tuple[str, ...]:
+    """Return the names of Python's own, as `sum`, that are the program's: tests use no other name of it."""
+    nodes = list(ast.walk(tree))
+    own = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own |= {node.name for node in nodes if isinstance(node, DEFINITIONS)}
+    own |= {(node.asname or node.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
+    free = _names(tree) - own
+    return () if free.difference(vars(builtins)) else tuple(sorted(free))
 
 
 def _names(tree: ast.AST) -> set[str]:

@@ -5,7 +5,8 @@
 - bubblewrap (the program `bwrap`, Linux) gives CPython namespaces of its own: no network, no files but a small empty
   folder and the read-only library, and no new processes, which a filter of system calls refuses. Tens of milliseconds.
 
-In both the tests come only after the program has run, so that it cannot read the word by which they tell success.
+In both the tests come only after the program has run. In bubblewrap they run in another process than the program
+(rlhf.verifiers.crossing): in one CPython nothing can be kept from a program, and it could write any verdict.
 """
 
 from __future__ import annotations
@@ -14,16 +15,21 @@ import ast
 import builtins
 import contextlib
 import importlib.util
+import marshal
 import os
 import platform
 import select
 import shutil
+import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
 from typing import Any, Literal, TypeAlias
 
 State: TypeAlias = Literal["passed", "failed", "timeout", "unsupported"]
@@ -38,6 +44,10 @@ class Tests:
     definition: str
     call: str
     secret: str
+    shared: tuple[str, ...] = ()
+    """The names of the program that the tests declare global."""
+    shadowing: tuple[str, ...] = ()
+    """The names of Python's own that mean the program's."""
 
 
 @dataclass(frozen=True)
@@ -110,85 +120,94 @@ def _parses(program: str) -> bool:
 
 # --- bubblewrap ------------------------------------------------------------------------------------------------
 
-# The program never sees the descriptors through which the tests come and the result goes: they are no variables of
-# its module, and its standard streams are empty. Names used after it has run are bound before.
-DRIVER = """
-import os, resource, sys
-def main(memory, seconds):
-    for what, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_FSIZE, 2**24),
-                        (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_NPROC, 64), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(what, (limit, limit))
-    read, write, leave, run, make, join, number = os.read, os.write, os._exit, exec, compile, b"".join, int.from_bytes
-    source, answers = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(nothing, stream)
-    def receive(size):
-        parts = []
-        while size:
-            parts.append(read(source, min(size, 65536)))
-            if not parts[-1]:
-                leave(1)
-            size -= len(parts[-1])
-        return join(parts)
-    def text():
-        return receive(number(receive(8), "big")).decode()
-    space = {"__name__": "program", "__builtins__": __builtins__}
-    del sys.modules["__main__"]
-    run(make(text(), "program.py", "exec"), space)
-    write(answers, b"ran\\n")
-    name = text()
-    run(make(text(), "tests.py", "exec"), space)
-    write(answers, space[name].encode() + b"\\n")
-    leave(0)
-main(%d, %d)
+FOLDER = Path(__file__).parent / "crossing"
+FILES = ("operations", "remote", "peer", "processes")  # each imports those before it
+START = """
+import marshal, sys
+codes, function, arguments = marshal.loads(open(int(sys.argv[1]), "rb").read())
+for name, code in codes:
+    module = sys.modules[name] = type(sys)(name)
+    exec(code, vars(module))
+getattr(module, function)(*arguments)
 """
 
 
 class BubblewrapSandbox:
-    """Runs each program in a CPython of its own, in namespaces of its own."""
+    """Runs each program in a sandbox of its own, and its tests in another, which forks a process for each program."""
 
     def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+        self.seconds = limits.seconds
+        self.limits = (limits.memory_mb * MIB, int(limits.seconds) + 1)
         self.filter = no_new_processes(platform.machine())
+        self.codes = [(f"rlhf.verifiers.crossing.{name}", _compiled(FOLDER / f"{name}.py")) for name in FILES]
+        self._begin_tests()
 
     def run(self, program: str, tests: Tests) -> State:
-        """Run a program and its tests."""
-        deadline = time.monotonic() + self.limits.seconds
-        process = self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            with contextlib.suppress(BrokenPipeError):
-                _send(process.stdin, program)
-                if _line(process.stdout.fileno(), deadline) == "ran":
-                    _send(process.stdin, tests.secret)
-                    _send(process.stdin, f"{tests.definition}\n{tests.secret} = {tests.call}")
-                    if _line(process.stdout.fileno(), deadline) == tests.secret:
-                        return "passed"
-            return "timeout" if time.monotonic() >= deadline else "failed"
-        finally:
-            process.kill()  # with bwrap all that is in its namespace ends
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
+        """Run a program and its tests; the tests' process writes the verdict, and the program's cannot."""
+        deadline = time.monotonic() + self.seconds
+        of_program, of_tests = socket.socketpair()
+        reading, writing = os.pipe()
+        with os.fdopen(reading, "rb"), of_tests, os.fdopen(writing, "wb") as verdict:
+            process = self._start(of_program, "run_program", program, forks=False)
+            try:
+                self._test([of_tests.fileno(), writing], tests)
+                of_tests.close()
+                verdict.close()
+                if _line(reading, deadline) == tests.secret:
+                    return "passed"
+                return "timeout" if time.monotonic() >= deadline else "failed"
+            finally:
+                _end(process)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        descriptor = os.memfd_create("filter")
-        try:
-            os.write(descriptor, self.filter)
-            os.lseek(descriptor, 0, os.SEEK_SET)
+    def _test(self, descriptors: list[int], tests: Tests) -> None:
+        """Send tests to their sandbox, with the descriptors of the socket to the program and of the verdict."""
+        if self._tests.poll() is not None:  # it was killed
+            self._begin_tests()
+        with _file(marshal.dumps((tests.definition, tests.call, tests.shared, tests.shadowing))) as file:
+            socket.send_fds(self._control, [b"."], [*descriptors, file])
+
+    def _begin_tests(self) -> None:
+        self._control, control = socket.socketpair()
+        self._tests = self._start(control, "serve_tests", self.filter, forks=True)
+        weakref.finalize(self, _end, self._tests, self._control)
+
+    def _start(self, channel: socket.socket, function: str, argument: Any, *, forks: bool) -> subprocess.Popen[bytes]:
+        """Start a function of crossing.py in a sandbox, with this end of a socket, which it alone has afterwards."""
+        message = marshal.dumps((self.codes, function, (channel.fileno(), self.limits, argument)))
+        with channel, _file(message) as message_file, _file(self.filter) as filter_file:
             return subprocess.Popen(
-                [*_arguments(descriptor), "-c", DRIVER % (self.limits.memory_mb * MIB, int(self.limits.seconds) + 1)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                [*_arguments(None if forks else filter_file), "-c", START, str(message_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(descriptor,),
+                pass_fds=(channel.fileno(), message_file, filter_file),
                 env={},
             )
-        finally:
-            os.close(descriptor)
+
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket | None = None) -> None:
+    """Kill bwrap, with which all that is in its namespace ends."""
+    process.kill()
+    process.wait()
+    if control is not None:
+        control.close()
+
+
+def _compiled(path: Path) -> CodeType:
+    return compile(path.read_text(encoding="utf-8"), path.name, "exec", dont_inherit=True)
+
+
+@contextlib.contextmanager
+def _file(content: bytes) -> Iterator[int]:
+    """Return the descriptor of a file in memory, to be read from its start."""
+    descriptor = os.memfd_create("sandbox")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def why_no_bubblewrap() -> str | None:
@@ -204,23 +223,18 @@ def why_no_bubblewrap() -> str | None:
     return None if state == "passed" else "bwrap does not work here: user namespaces may be forbidden"
 
 
-def _arguments(filter_descriptor: int) -> list[str]:
+def _arguments(filter_file: int | None) -> list[str]:
     program = shutil.which("bwrap")
     assert program is not None
     python = os.path.realpath(sys.executable)
     readable = [path for path in ("/usr", "/lib", "/lib64", "/lib32", sys.base_prefix) if os.path.exists(path)]
     mounts = [word for path in readable for word in ("--ro-bind", path, path)]
+    refused = [] if filter_file is None else ["--seccomp", str(filter_file)]
     return [
         program, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL",
         *mounts, "--proc", "/proc", "--dev", "/dev", "--size", str(32 * MIB), "--tmpfs", "/tmp", "--chdir", "/tmp",
-        "--seccomp", str(filter_descriptor), python, "-I", "-S",
+        *refused, python, "-I", "-S",
     ]  # fmt: skip
-
-
-def _send(stream: Any, text: str) -> None:
-    data = text.encode(errors="replace")
-    stream.write(len(data).to_bytes(8, "big") + data)
-    stream.flush()
 
 
 def _line(descriptor: int, deadline: float) -> str | None:

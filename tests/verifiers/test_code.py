@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def test_a_program_does_not_get_out(kind: str, name: str, tmp_path: Path, monkey
         program = ESCAPES[name]
         for place, value in places.items():
             program = program.replace(place, value)
+        assert sandbox.run(RIGHT, make_tests(TESTS, None)) == "passed"
         before = {child.pid for child in psutil.Process().children(recursive=True)}
         state = sandbox.run(f"{program}\n{RIGHT}", make_tests(TESTS, None))
         assert state != "passed"
@@ -73,17 +75,38 @@ def test_a_program_does_not_get_out(kind: str, name: str, tmp_path: Path, monkey
     assert not Path("/tmp/big").exists()
     assert not Path(os.__file__).read_text().endswith("#")
     if kind == "bubblewrap":
-        assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+        patience = time.monotonic() + 10
+        while not {child.pid for child in psutil.Process().children(recursive=True)} <= before:
+            assert time.monotonic() < patience, "a process of the program, or of its tests, is still there"
+            time.sleep(0.05)
 
 
 def test_a_program_cannot_read_the_secret_of_the_tests() -> None:
     sandbox = box("bubblewrap")
-    look = "import sys, gc\nseen = [*gc.get_objects(), sys._getframe(0).f_locals, sys._getframe(1).f_locals]\n"
-    program = f"{look}assert not any('_'.join(['secret', '']) in str(x) for x in seen)\n{RIGHT}"
-    assert sandbox.run(program, make_tests(TESTS, None)) == "passed"  # while it runs, the secret is not there yet
+    look = (
+        "def look():\n    import gc, sys\n    frames = [frame.f_locals for frame in sys._current_frames().values()]\n"
+    )
+    look += "    assert not any('_'.join(['secret', '']) in str(x) for x in [*gc.get_objects(), *frames])\n"
+    assert sandbox.run(f"{look}look()\n{RIGHT}", make_tests(TESTS, None)) == "passed"
+    assert sandbox.run(f"{look}def f(x):\n    look()\n    return x + 1", make_tests(TESTS, None)) == "passed"
     close = "    try:\n        os.close(fd)\n    except OSError:\n        pass\n"
     peek = f"import os\nfor fd in range(3, 64):\n{close}{RIGHT}"
     assert sandbox.run(peek, make_tests(TESTS, None)) == "failed"  # without the way back there is no success
+
+
+@pytest.mark.parametrize(
+    ("tests", "entry", "names"),
+    [
+        ("assert sum(1, 2) == 3", None, ("sum",)),
+        ("assert all(f(x) == 2 for x in [1])", None, ()),
+        ("import math\nassert math.isclose(f(1), abs(2))", None, ()),
+        ("xs = [1]\ndef own(a): return len(a)\nfor x in xs: assert max(x, own(xs)) == 1", None, ("len", "max")),
+        ("def check(candidate):\n    assert abs(candidate(1)) == 2", "sum", ("sum",)),
+        ("def check(candidate):\n    assert abs(candidate(1)) == 2", "f", ("f",)),
+    ],
+)
+def test_which_names_of_pythons_own_are_the_programs(tests: str, entry: str | None, names: tuple[str, ...]) -> None:
+    assert make_tests(tests, entry).shadowing == names
 
 
 @BOXES

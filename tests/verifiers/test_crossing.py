@@ -1,0 +1,179 @@
+"""What crosses between a program and its tests in bubblewrap, and what a program cannot pretend."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sandboxes import RIGHT, bubblewrap_or_skip
+
+from rlhf.verifiers.code import make_tests
+from rlhf.verifiers.sandbox import FILES, FOLDER, BubblewrapSandbox, Limits
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> BubblewrapSandbox:
+    bubblewrap_or_skip()
+    return BubblewrapSandbox(Limits(5.0, 512))
+
+
+def cases() -> dict[str, tuple[str, str]]:
+    """The programs and their tests in crossings.txt, by name."""
+    blocks = Path(__file__).with_name("crossings.txt").read_text(encoding="utf-8").removeprefix("# ").split("\n\n# ")
+    named = (block.partition("\n")[::2] for block in blocks)
+    return {name: (program, tests) for name, text in named for program, _, tests in [text.partition("---\n")]}
+
+
+CASES = cases()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tests_use_a_program_of_another_process_as_their_own(sandbox: BubblewrapSandbox, name: str) -> None:
+    program, tests = CASES[name]
+    assert sandbox.run(program, make_tests(tests, None)) == "passed"
+
+
+LIAR = """
+class L:
+    __class__ = property(lambda self: int)
+    def __eq__(self, other): return True
+    __lt__ = __gt__ = __le__ = __ge__ = __contains__ = __bool__ = __eq__
+    def __ne__(self, other): return False
+    def __sub__(self, other): return 0
+    __rsub__ = __sub__
+    def __abs__(self): return 0
+    def __hash__(self): return 2
+    def __float__(self): return 0.0
+    def __iter__(self): return iter([L()])
+    def __len__(self): return 1
+    def __getattr__(self, name): return L()
+    def __call__(self, *args): return L()
+    def __round__(self, digits=0): return L()
+def f(*args): return L()
+all = any = abs = isinstance = sorted = round = lambda *args, **kwargs: True
+"""
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "f(1) == 2", "2 == f(1)", "not f(1) != 2", "f(1) in (2,)", "f(1) in {2}", "f(1) >= 2", "3 > f(1) > 1",
+        "[f(1)] == [2]", "f(1) == [2]", "list(f(1)) == [2]", "set(f(1)) == {2}", "{1: f(1)} == {1: 2}", "f(1) == 'a'",
+        "abs(f(1) - 2) < 1e-6", "abs(2 - f(1)) < 1e-6", "math.isclose(f(1), 2)", "round(f(1)) == 2", "f(1) == None",
+        "isinstance(f(1), int)", "type(f(1)) is int", "all(f(x) == 2 for x in [1])", "sorted([f(1), 3]) == [2, 3]",
+        "f(1) == Own()", "Own() == f(1)", "f(1) is True", "str(f(1)) == '2'",
+    ],
+)  # fmt: skip
+def test_an_object_that_equals_everything_passes_no_test(sandbox: BubblewrapSandbox, check: str) -> None:
+    own = "class Own:\n    def __eq__(self, other): return other is self\n"
+    assert sandbox.run(LIAR, make_tests(f"import math\n{own}assert {check}", None)) == "failed"
+
+
+PRETENDER = """
+import json, marshal, os, socket
+for descriptor in range(3, 64):
+    try:
+        socket.socket(fileno=os.dup(descriptor)).getpeername()
+        break
+    except OSError:
+        pass
+def send(message):
+    data = json.dumps(message).encode()
+    os.write(descriptor, len(data).to_bytes(8, "big") + data)
+def read(size):
+    parts = b""
+    while len(parts) < size:
+        parts += os.read(descriptor, size - len(parts)) or os._exit(1)
+    return parts
+def receive():
+    return marshal.loads(read(int.from_bytes(read(8), "big")))
+def answer(node, kind="answer"):
+    send(["f", "check", "__builtins__", "AssertionError", "isinstance"])
+    while True:
+        question = receive()
+        assert "secret" not in str(question) and "assert" not in str(question)
+        send([kind, node, [], ""])
+"""
+ERROR = '["error", ["global", "builtins", "%s"], [0], "", ["box", "builtins.dict", [], []]]'
+PRETENCES = {
+    "true": "answer(True)",
+    "an object that is an int": "answer(['mine', 0, 'int'])",
+    "a function of Python": "answer(['global', 'builtins', 'eval'])",
+    "a function of the system": "answer(['global', 'os', '_exit'])",
+    "a module": "answer(['module', 'os'])",
+    "a class below int": "answer(['exception', 5, 'X', [['global', 'builtins', 'int']]])",
+    "an object of the tests": "answer(['yours', -1])",
+    "an error that is none": f"answer({ERROR % 'int'}, 'raise')",
+    "an exit": f"answer({ERROR % 'SystemExit'}, 'raise')",
+    "the end of an iteration": f"answer({ERROR % 'StopIteration'}, 'raise')",
+    "questions": (
+        "send(['f'])\nreceive()\nfor name in ('__call__', '__getattr__', 'name', 'set', 'plain', 'type', 'nothing'):\n"
+        "    for i in range(-2, 3): send(['ask', name, [['yours', i], '__globals__', ['tuple', []]]])\nanswer(True)"
+    ),
+    "a question without operands": "send(['f'])\nsend(['ask', 'plain', []])\nanswer(True)",
+    "no message": "send(3)",
+    "a message without end": (
+        "os.write(descriptor, (2**60).to_bytes(8, 'big'))\nwhile True: os.write(descriptor, b'x' * 9999)"
+    ),
+    "deep brackets": "data = b'[' * 10**6\nos.write(descriptor, len(data).to_bytes(8, 'big') + data)",
+    "the end": "os.close(descriptor)",
+}
+
+
+@pytest.mark.parametrize("name", PRETENCES)
+def test_a_program_that_speaks_for_itself_passes_no_test(sandbox: BubblewrapSandbox, name: str) -> None:
+    """It has the socket to its tests, and can send what it likes: also then it has to know the right values."""
+    made = make_tests("try:\n    right = f(1) == 2\nexcept Exception:\n    right = False\nassert right", None)
+    assert sandbox.run(PRETENDER + PRETENCES[name], made) == "failed"
+
+
+def test_a_program_reads_of_the_tests_what_they_pass_to_it(sandbox: BubblewrapSandbox) -> None:
+    tests = "class Own:\n    value, _hidden = 3, 4\n    def method(self): return 5\n"
+    tests += "assert f(Own()) == [3, 5] and f(Own) == [3, 5]\ndef function(): pass\nassert f(function) == []\n"
+    tests += "assert f(x for x in [1]) == []"
+    program = "def f(x):\n    x = x() if isinstance(x, type) else x\n    seen = []\n"
+    program += "    for name in ('value', '_hidden', '__globals__', 'gi_frame', '__dict__', '__code__'):\n"
+    program += "        try: seen.append(getattr(x, name))\n        except AttributeError: pass\n"
+    program += "    return seen + [x.method()] if seen else seen"
+    assert sandbox.run(program, make_tests(tests, None)) == "passed"
+
+
+def test_tests_have_no_new_processes_and_no_network(sandbox: BubblewrapSandbox) -> None:
+    tests = "import os, socket\nfor call in (os.fork, lambda: socket.create_connection(('127.0.0.1', 1))):\n"
+    tests += "    try:\n        call()\n        assert False\n    except OSError:\n        pass\nassert f(1) == 2"
+    assert sandbox.run(RIGHT, make_tests(tests, None)) == "passed"
+    assert sandbox.run(RIGHT, make_tests("assert open('/etc/passwd').read() and f(1) == 2", None)) == "failed"
+
+
+def test_tests_do_not_outlive_their_limits(sandbox: BubblewrapSandbox) -> None:
+    short = BubblewrapSandbox(Limits(0.5, 256))
+    for tests in ("while f(1) == 2: pass\nassert True", "import time\ntime.sleep(99)\nassert f(1) == 2"):
+        assert short.run(RIGHT, make_tests(tests, None)) == "timeout"
+    assert short.run(RIGHT, make_tests("assert 'x' * 10**9 and f(1) == 2", None)) == "failed"
+    assert short.run(RIGHT, make_tests("assert f(1) == 2", None)) == "passed"
+
+
+def test_the_sandbox_of_the_tests_is_started_again(sandbox: BubblewrapSandbox) -> None:
+    made = make_tests("assert f(1) == 2", None)
+    assert sandbox.run(RIGHT, made) == "passed"
+    sandbox._tests.kill()
+    sandbox._tests.wait()
+    assert sandbox.run(RIGHT, made) == "passed"
+
+
+def test_the_sandbox_gets_every_file_of_the_folder() -> None:
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*FILES, "__init__"}
+
+
+def test_a_new_process_imports_little() -> None:
+    """The module typing takes as long as the start of Python."""
+    program = (
+        f"import sys\nfor name in {FILES!r}:\n    full = 'rlhf.verifiers.crossing.' + name\n"
+        f"    module = sys.modules[full] = type(sys)(full)\n"
+        f"    exec(open({str(FOLDER)!r} + f'/{{name}}.py').read(), vars(module))\n"
+        "print({'typing', 'json', 're', 'collections'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
