@@ -28,6 +28,7 @@ from rlhf.environments.protocol import (
 )
 
 LARGEST_NUMPY_SEED = 2**32
+LAST_REWARD = "last_reward"  # the method of an environment, as of tools, whose reward is not in its steps
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,20 @@ class Act:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Ask the environment of an episode that a limit of the run has ended for its last reward."""
+
+    episode: int
+
+
+@dataclass(frozen=True)
 class End:
     """Close the environment of an episode."""
 
     episode: int
 
 
-HostRequest = Begin | Act | End
+HostRequest = Begin | Act | Cut | End
 HostReply = ResetResult | StepResult | Fault | None
 
 
@@ -99,7 +107,7 @@ class Host:
             result = checked_reset(environment.reset(seed=request.seed, options=row))
             tools = tuple(getattr(environment, "tool_schemas", ()))
             _save_generators(episode)
-        return ResetResult(result.observation, tools)
+        return ResetResult(result.observation, tools, hasattr(environment, LAST_REWARD))
 
     def act(self, request: Act) -> StepResult:
         """Step an environment, from the random generators as its last call left them."""
@@ -110,6 +118,15 @@ class Host:
             _save_generators(episode)
         return result
 
+    def cut(self, request: Cut) -> StepResult:
+        """Ask an environment for the reward of an episode that a limit of the run has ended."""
+        episode = self._episodes[request.episode]
+        with _kept_generators():
+            _restore_generators(episode)
+            reward = getattr(episode.environment, LAST_REWARD)()
+            _save_generators(episode)
+        return checked_step(("", reward, False, True, {}))
+
     def end(self, request: End) -> None:
         """Close an environment if it can be closed."""
         episode = self._episodes.pop(request.episode, None)
@@ -118,7 +135,12 @@ class Host:
             close()
 
 
-request_handlers: dict[type, Callable[[Host, Any], HostReply]] = {Begin: Host.begin, Act: Host.act, End: Host.end}
+request_handlers: dict[type, Callable[[Host, Any], HostReply]] = {
+    Begin: Host.begin,
+    Act: Host.act,
+    Cut: Host.cut,
+    End: Host.end,
+}
 
 
 @contextmanager

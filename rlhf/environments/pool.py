@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf.environments.host import Act, Begin, End, Host, HostReply, HostRequest
+from rlhf.environments.host import Act, Begin, Cut, End, Host, HostReply, HostRequest
 from rlhf.environments.load import load_environment
 from rlhf.environments.protocol import Fault, ResetResult, StepResult
 from rlhf.environments.worker import Start, receive, send
@@ -166,9 +166,11 @@ class _Worker:
                 stream.close()
         self._process = None
 
-    def _record(self, request: Begin | Act, answer: HostReply) -> None:
+    def _record(self, request: Begin | Act | Cut, answer: HostReply) -> None:
         if isinstance(answer, Fault) or answer is None:
             self._played.pop(request.episode, None)
+            return
+        if isinstance(request, Cut):  # no step
             return
         if isinstance(request, Begin):
             self._played[request.episode] = _Played(request)

@@ -155,7 +155,7 @@ class ToolEnvironment:
     """Runs a class in TRL's form: `reset(**row)`, public methods as tools, and, if it has one, `get_reward()`.
 
     An action with calls gets their results as the observation. One without ends the episode, and get_reward() is then
-    its reward.
+    its reward. It is asked too if a limit of the run ends the episode, with an empty answer.
     """
 
     def __init__(self, instance: Any) -> None:
@@ -181,6 +181,10 @@ class ToolEnvironment:
         if not calls:
             return "", self._reward(action), True, False, {}
         return _run_calls(calls, self.tools)
+
+    def last_reward(self) -> Any:
+        """Return the instance's reward after a limit of the run has ended the episode."""
+        return self._reward("")
 
     def _reward(self, answer: str) -> Any:
         """Ask the instance for its reward; get_reward may have an argument `answer`, the text without a call."""

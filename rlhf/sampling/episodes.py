@@ -21,7 +21,7 @@ from rlhf.data.conversation import Message, mark, with_marks
 from rlhf.data.prompts import SOURCE
 from rlhf.data.rows import BadRow
 from rlhf.data.tokenizer import Encoder, left_pad
-from rlhf.environments.host import Act, Begin, End, HostReply, HostRequest
+from rlhf.environments.host import Act, Begin, Cut, End, HostReply, HostRequest
 from rlhf.environments.pool import EnvironmentPool
 from rlhf.environments.protocol import (
     MALFORMED,
@@ -46,6 +46,7 @@ from rlhf.types import Completions, Prompts, StopReason
 
 OWN_COLUMNS = (MESSAGES, CONVERSATION, SOURCE)  # of a row, that its environment does not get
 LARGEST_SEED = 2**31
+LIMITS = (StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT)  # of the run, not of the environment
 
 Steady = Callable[[], AbstractContextManager[None]]
 """Returns a context in which the policy does not change, so that servers need its weights once."""
@@ -71,6 +72,7 @@ class Episode:
     failed_calls: float = 0.0
     malformed: float = 0.0
     tools: tuple[Mapping[str, Any], ...] = ()
+    has_last_reward: bool = False  # the environment is asked for it if a limit ends the episode
 
     def act(self, ids: Sequence[int], logprobs: Sequence[float], turn: int, *, ended: bool) -> None:
         """Add an action."""
@@ -224,6 +226,7 @@ class EpisodeSampler:
 
     def _open(self, episode: Episode, answer: ResetResult) -> None:
         """Put the first observation, and the tools, into the prompt."""
+        episode.has_last_reward = answer.has_last_reward
         if not answer.observation and not answer.tools:
             return
         episode.tools = answer.tools
@@ -293,7 +296,20 @@ class EpisodeSampler:
                 else:
                     assert isinstance(answer, StepResult)
                     self._answer(episode, answer, turn)
+            self._add_last_rewards(live)
         return first
+
+    def _add_last_rewards(self, episodes: Sequence[Episode]) -> None:
+        """Add to the last action of episodes that a limit has ended what their environments give for all of it."""
+        cut = [episode for episode in episodes if episode.has_last_reward and episode.stop in LIMITS]
+        if not cut:
+            return
+        for episode, answer in zip(cut, self._ask(Cut(episode.number) for episode in cut), strict=True):
+            if isinstance(answer, Fault):
+                self._fail(episode, answer)
+            else:
+                assert isinstance(answer, StepResult)
+                episode.rewards[max(episode.rewards)] += answer.reward
 
     def _prompts(self, rows: Prompts, live: Sequence[Episode], turn: int) -> Prompts:
         """Return the prompts from which live episodes go on: on the first turn the rows, unless resets changed them."""
@@ -321,7 +337,7 @@ class EpisodeSampler:
             episode.stop = StopReason.TRUNCATED
         elif turn == self.config.max_turns - 1:
             episode.stop = StopReason.MAX_TURNS
-        bootstraps = self.config.truncation == "bootstrap"
+        bootstraps = self.config.truncation == "bootstrap" and not episode.has_last_reward
         if self.bridge is None or (episode.stop and not (episode.stop.cuts and bootstraps)):
             return
         role = "tool" if answer.is_tool_result and self._writes_tools(episode.tools) else "user"
@@ -361,7 +377,7 @@ class EpisodeSampler:
         if self.config.on_error == "drop":
             episode.forget()
         elif episode.ids:
-            episode.rewards[len(episode.ids) - 1] = 0.0
+            episode.rewards.setdefault(len(episode.ids) - 1, 0.0)
 
     def _count(self, episodes: Sequence[Episode], *, any_begun: bool) -> None:
         self._together.played += len(episodes)

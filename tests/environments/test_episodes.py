@@ -18,9 +18,11 @@ from torch import Tensor
 from rlhf.algo.moments import Moments
 from rlhf.batching import concat
 from rlhf.data.tokenizer import Encoder
-from rlhf.environments.host import Act, Begin, End
+from rlhf.environments import tools
+from rlhf.environments.host import Act, Begin, Cut, End
 from rlhf.environments.pool import EnvironmentPool
-from rlhf.environments.protocol import Fault
+from rlhf.environments.protocol import Fault, ResetResult, StepResult
+from rlhf.environments.tools import Call
 from rlhf.errors import RewardError
 from rlhf.evaluation.evaluate import PolicyEvaluation, evaluate_policy
 from rlhf.experience import compute_advantages
@@ -366,6 +368,74 @@ def test_bootstrap_reads_the_last_observation_and_learns_no_token_of_it(tmp_path
         last = int(places[-1])
         bootstrapped = float(experience.rewards[row, last] + experience.final_values[row])
         assert float(experience.returns[row, last]) == pytest.approx(bootstrapped, abs=1e-5)
+
+
+@pytest.fixture
+def calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every text of the policy is a call of the tool of Collector."""
+    monkeypatch.setattr(tools, "read_calls", lambda text: [Call("collect", {})])
+
+
+@pytest.mark.usefixtures("calls_alone")
+@pytest.mark.parametrize("truncation", ["zero", "bootstrap"])
+@pytest.mark.parametrize(
+    ("limit", "stop"),
+    [
+        ({"max_turns": 2}, StopReason.MAX_TURNS),
+        ({"max_turns": 9, "max_tokens": 20}, StopReason.MAX_TOKENS),
+        ({"max_turns": 99}, StopReason.CONTEXT),
+    ],
+)
+def test_a_limit_asks_tools_for_their_reward(
+    tmp_path: Path, limit: dict[str, int], stop: StopReason, truncation: str
+) -> None:
+    """By the state of the instance, as for an answer; what the critic thinks of a next turn is not added to it."""
+    run = runs.online(tree(tmp_path, "Collector", **limit, truncation=truncation), "critic.head=normal")
+    rows = played(run)
+    assert (rows.stops == stop).all()
+    assert torch.equal(run.reward(rows).values, rows.turns.amax(dim=1) + 1 + 0.5)
+    for row in range(len(rows)):
+        last = int(rows.action_mask[row].nonzero().max())
+        assert rows.turn_rewards[row].nonzero().flatten().tolist() == [last], "the last action has it"
+    assert not rows.bootstrapped.any()
+
+
+@pytest.mark.usefixtures("calls_alone")
+def test_an_environment_without_tools_is_asked_for_no_other_reward(tmp_path: Path) -> None:
+    run = runs.online(tree(tmp_path, max_turns=2))
+    assert run.episodes is not None
+    asked: list[type] = []
+    answer = run.episodes.pool.run
+    run.episodes.pool.run = lambda requests: asked.extend(map(type, requests)) or answer(requests)  # type: ignore[method-assign,func-returns-value]
+    assert (played(run).stops == StopReason.MAX_TURNS).any()
+    assert set(asked) == {Begin, Act, End}
+
+
+@pytest.mark.usefixtures("calls_alone")
+@pytest.mark.parametrize("on_error", ["drop", "zero"])
+def test_a_reward_that_fails_at_a_limit_is_a_failure_of_the_environment(tmp_path: Path, on_error: str) -> None:
+    run = runs.online(tree(tmp_path, "Collector", kwargs={"fails": True}, max_turns=2, on_error=on_error))
+    rows = played(run, group_size=1)
+    failed = torch.tensor([reference["prompt"].startswith("red one\n") for reference in rows.references])
+    assert failed.sum() == 1
+    assert torch.equal(rows.stops == StopReason.ERROR, failed)
+    assert torch.equal(rows.counted, ~failed | (on_error == "zero"))
+    assert (rows.turn_rewards[failed] == 0).all()
+
+
+def test_tools_in_a_worker_are_asked_at_a_limit_after_they_were_played_again() -> None:
+    pool = EnvironmentPool(f"{word_games.__file__}:Collector", {}, workers=1)
+    (begun,) = pool.run([Begin(1, 5, {"prompt": "a"})])
+    assert isinstance(begun, ResetResult)
+    assert begun.has_last_reward
+    call = '<tool>{"name": "collect", "arguments": {}}</tool>'
+    pool.run([Act(1, call), Act(1, call)])
+    pool._workers[0].stop()  # as another environment of the worker that hangs
+    (answer,) = pool.run([Cut(1)])
+    assert isinstance(answer, StepResult)
+    assert answer.reward == 2.5
+    assert pool.run([End(1)]) == [None]
+    pool.stop()
 
 
 def test_normalized_rewards_of_turns_keep_their_places(tmp_path: Path) -> None:

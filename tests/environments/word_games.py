@@ -40,6 +40,26 @@ class Colors:
         return f"{wanted} one", reward, self.played == self.turns or "bad" in action, False, {}
 
 
+class Collector:
+    """A class of tools whose reward is in the state of the instance."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def reset(self, prompt: str) -> None:
+        self.count, self.fails = 0, self.fails and prompt == "red one"
+
+    def collect(self) -> str:
+        """Collect one more."""
+        self.count += 1
+        return "red one"
+
+    def get_reward(self, answer: str) -> float:
+        if self.fails:
+            raise RuntimeError("no reward")
+        return self.count + 0.5 * (answer == "")
+
+
 class Killed(BaseException):
     """The process is gone: nothing is saved."""
 
