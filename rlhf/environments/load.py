@@ -47,7 +47,8 @@ def load_environment(target: str, kwargs: Mapping[str, Any]) -> Make:
     """Return the maker of the environments that `target` names, and check how they are made.
 
     Raises:
-        ConfigError: there is no such class, it has no reset, or it does not take the keywords.
+        ConfigError: there is no such class, it has no reset, it is of tools without a reward, or it does not take the
+            keywords.
     """
     from rlhf.environments.tools import ToolEnvironment, is_tool_class
 
@@ -57,6 +58,7 @@ def load_environment(target: str, kwargs: Mapping[str, Any]) -> Make:
     made = load_function(target, what=WHAT, error=ConfigError)
     _check_arguments(made, target, kwargs)
     if is_tool_class(made):
+        _check_reward(made, target)
         return lambda: ToolEnvironment(made(**deepcopy(kwargs)))
     if isinstance(made, type) and not (hasattr(made, "reset") and hasattr(made, "step")):
         names = [name for name in vars(made) if not name.startswith("_")]
@@ -65,6 +67,17 @@ def load_environment(target: str, kwargs: Mapping[str, Any]) -> Make:
             f"{did_you_mean('step', names)}; a class of tools needs reset and public methods with type hints"
         )
     return lambda: _checked(made(**deepcopy(kwargs)), target)
+
+
+def _check_reward(made: Any, target: str) -> None:
+    from rlhf.environments.tools import REWARD
+
+    if not callable(getattr(made, REWARD, None)):
+        raise ConfigError(
+            f"environment.target {target!r} is a class of tools without {REWARD}: define {REWARD}(self), which returns "
+            "the reward of an episode that has ended, as TRL's reward functions read it from the instance. Without it "
+            "every episode would earn 0"
+        )
 
 
 def _checked(environment: Any, target: str) -> Environment:

@@ -152,7 +152,7 @@ def run_call(call: Call | str, tools: Mapping[str, Tool]) -> tuple[str, bool]:
 
 
 class ToolEnvironment:
-    """Runs a class in TRL's form: `reset(**row)`, public methods as tools, and, if it has one, `get_reward()`.
+    """Runs a class in TRL's form: `reset(**row)`, public methods as tools, and `get_reward()`.
 
     An action with calls gets their results as the observation. One without ends the episode, and get_reward() is then
     its reward. It is asked too if a limit of the run ends the episode, with an empty answer.
@@ -188,8 +188,8 @@ class ToolEnvironment:
 
     def _reward(self, answer: str) -> Any:
         """Ask the instance for its reward; get_reward may have an argument `answer`, the text without a call."""
-        function = getattr(self.instance, REWARD, None)
-        return 0.0 if function is None else function(**_taken(function, {"answer": answer}, None))
+        function = getattr(self.instance, REWARD)
+        return function(**_taken(function, {"answer": answer}, None))
 
 
 def _run_calls(calls: Sequence[Call | str], tools: Mapping[str, Tool]) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -222,10 +222,8 @@ def _taken(function: Callable[..., Any], row: dict[str, Any], seed: int | None) 
 class FunctionTools:
     """An environment of plain functions: calls are run, and `reward(answer, row)` scores the text without a call."""
 
-    def __init__(
-        self, tools: Sequence[Callable[..., Any]], reward: Callable[[str, Mapping[str, Any]], float] | None = None
-    ) -> None:
-        """Take the tools, and the function that scores the answer; None: 0."""
+    def __init__(self, tools: Sequence[Callable[..., Any]], reward: Callable[[str, Mapping[str, Any]], float]) -> None:
+        """Take the tools, and the function that scores the answer."""
         self.tools = {tool.name: tool for tool in map(tool_of, tools)}
         self.reward = reward
         self.row: Mapping[str, Any] = {}
@@ -246,5 +244,5 @@ class FunctionTools:
         """Run the calls of an action, or score it as the answer."""
         calls = read_calls(action)
         if not calls:
-            return "", float(self.reward(action, self.row)) if self.reward else 0.0, True, False, {}
+            return "", float(self.reward(action, self.row)), True, False, {}
         return _run_calls(calls, self.tools)

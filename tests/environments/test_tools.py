@@ -50,6 +50,10 @@ def power(base: int, exponent: int = 2) -> int:
     return base**exponent
 
 
+def no_reward(answer: str, row: Mapping[str, Any]) -> float:
+    raise AssertionError("this test gives no answer")
+
+
 def test_a_tool_is_read_from_hints_and_docstring() -> None:
     schema = tool_of(power).schema()["function"]
     assert schema["name"] == "power"
@@ -110,7 +114,7 @@ def test_a_result_keeps_its_letters() -> None:
         return {word: 1}
 
     call = '<tool>{"name": "count", "arguments": {"word": "ä"}}</tool>'
-    assert FunctionTools([count]).step(call)[0] == '{"ä": 1}'
+    assert FunctionTools([count], no_reward).step(call)[0] == '{"ä": 1}'
 
 
 def test_calls_are_read_from_text() -> None:
@@ -154,7 +158,8 @@ def test_a_result_that_is_no_json_is_an_error_of_the_tool() -> None:
         """Count pairs."""
         return {(a, a): 1}
 
-    told, _, over, _, info = FunctionTools([pairs]).step('<tool>{"name": "pairs", "arguments": {"a": 3}}</tool>')
+    call = '<tool>{"name": "pairs", "arguments": {"a": 3}}</tool>'
+    told, _, over, _, info = FunctionTools([pairs], no_reward).step(call)
     assert told.startswith("error: TypeError")
     assert (over, info["tool_errors"]) == (False, 1)
 
@@ -182,6 +187,24 @@ def test_a_class_in_trls_form() -> None:
     assert environment.step(calculator.call("add", a=3, b=4))[0] == "7"
     assert environment.step(calculator.call("multiply", a=7, b=6))[0] == "42"
     assert environment.step("It is 42.")[1:3] == (1.0, True)
+
+
+class Unpaid:
+    """Tools without a reward."""
+
+    def reset(self) -> None:
+        self.value = 0
+
+    def add(self, number: int) -> int:
+        """Add a number."""
+        self.value += number
+        return self.value
+
+
+def test_a_class_of_tools_without_a_reward_is_refused() -> None:
+    reason = r"Unpaid' is a class of tools without get_reward: define get_reward\(self\).*every episode would earn 0"
+    with pytest.raises(ConfigError, match=reason):
+        load_environment(f"{__file__}:Unpaid", {})
 
 
 class Counter:
@@ -308,6 +331,9 @@ class DealerOfTools:
     def draw(self) -> str:
         """Draw a card."""
         return "none"
+
+    def get_reward(self) -> float:
+        return 1.0
 
 
 @pytest.mark.parametrize("workers", [0, 1])
