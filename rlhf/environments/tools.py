@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from rlhf.environments.coroutines import result_of
 from rlhf.environments.protocol import TOOL_CALLS, TOOL_ERRORS, Observation, checked_reset
 
 CALL = re.compile(r"<tool(?:_call)?>(.*?)</tool(?:_call)?>", re.DOTALL)
@@ -145,7 +146,7 @@ def run_call(call: Call | str, tools: Mapping[str, Tool]) -> tuple[str, bool]:
         return f"error: no tool {call.name!r}; there are {', '.join(tools)}", False
     try:
         inspect.signature(tool.function).bind(**call.arguments)
-        result = tool.function(**call.arguments)
+        result = result_of(tool.function(**call.arguments))
         return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False), True
     except Exception as error:  # the policy's mistake, which it may mend
         return f"error: {type(error).__name__}: {str(error)[:LONGEST_ERROR]}", False
@@ -173,7 +174,8 @@ class ToolEnvironment:
     ) -> tuple[Observation, dict[str, Any]]:
         """Reset the instance with the columns of the row that its reset takes."""
         row = dict(options or {})
-        return checked_reset(self.instance.reset(**_taken(self.instance.reset, row, seed))).observation, {}
+        returned = result_of(self.instance.reset(**_taken(self.instance.reset, row, seed)))
+        return checked_reset(returned).observation, {}
 
     def step(self, action: str) -> tuple[Observation, Any, bool, bool, dict[str, Any]]:
         """Run the calls of an action, or end the episode with the instance's reward."""
@@ -189,7 +191,7 @@ class ToolEnvironment:
     def _reward(self, answer: str) -> Any:
         """Ask the instance for its reward; get_reward may have an argument `answer`, the text without a call."""
         function = getattr(self.instance, REWARD)
-        return function(**_taken(function, {"answer": answer}, None))
+        return result_of(function(**_taken(function, {"answer": answer}, None)))
 
 
 def _run_calls(calls: Sequence[Call | str], tools: Mapping[str, Tool]) -> tuple[str, float, bool, bool, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import random
@@ -162,6 +163,66 @@ def test_a_result_that_is_no_json_is_an_error_of_the_tool() -> None:
     told, _, over, _, info = FunctionTools([pairs], no_reward).step(call)
     assert told.startswith("error: TypeError")
     assert (over, info["tool_errors"]) == (False, 1)
+
+
+class Waiting:
+    """Tools that wait, all in one event loop."""
+
+    async def reset(self, start: int = 1) -> None:
+        self.value, self.loop, self.lock = start, asyncio.get_running_loop(), asyncio.Lock()
+
+    async def add(self, number: int) -> int:
+        """Add a number."""
+        assert asyncio.get_running_loop() is self.loop
+        async with self.lock:
+            await asyncio.sleep(0.001)
+            self.value += number
+        return self.value
+
+    async def fail(self) -> None:
+        """Fail."""
+        await asyncio.sleep(0.001)
+        raise KeyError("nothing")
+
+    async def wait(self) -> None:
+        """Wait too long."""
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.value = -1
+
+    async def get_reward(self) -> float:
+        return float(self.value)
+
+
+def test_tools_may_be_coroutines() -> None:
+    """Also of a process with a running event loop, such as a notebook's."""
+    environment = load_environment(f"{__file__}:Waiting", {})()
+    call = '<tool>{"name": "%s", "arguments": %s}</tool>'
+
+    def play() -> list[Any]:
+        environment.reset(options={"start": 3})
+        told = [environment.step(call % ("add", '{"number": 4}'))[0], environment.step(call % ("fail", "{}"))[0]]
+        return [*told, *environment.step("7")[1:3]]
+
+    async def play_in_a_loop() -> list[Any]:
+        return play()
+
+    for answers in (play(), asyncio.run(play_in_a_loop())):
+        assert answers == ["7", "error: KeyError: 'nothing'", 7.0, True]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_coroutine_that_takes_too_long_is_a_failure_of_its_episode(workers: int) -> None:
+    pool = EnvironmentPool(f"{__file__}:Waiting", {}, workers=workers, timeout_s=1.0)
+    pool.run([Begin(1, 5, {}), Begin(2, 5, {})])
+    overdue, told = pool.run(
+        [Act(1, '<tool>{"name": "wait"}</tool>'), Act(2, '<tool>{"name": "add", "arguments": {"number": 1}}</tool>')]
+    )
+    pool.stop()
+    assert isinstance(overdue, Fault)
+    assert isinstance(told, StepResult)
+    assert (overdue.reason[:15], told.observation) == ("no answer in 1 ", "2")
 
 
 def test_the_policys_mistakes_are_told_and_counted() -> None:
