@@ -1201,6 +1201,15 @@ def test_the_agent_that_a_cpu_trains() -> None:
     assert wrong([f"0.{end}" for end in ends], [curves[0][0], curves[0][2]]) == []
 
 
+@pytest.mark.parametrize("name", ["docs/agents.md", "docs/decisions/021-prefix-cache-off-by-default.md"])
+def test_sampling_of_episodes_with_a_prefix_cache(name: str) -> None:
+    played = read("prefix_cache.json")["played"]
+    assert [run["prefix_cache"] for run in played] == [False, True] * 3
+    seconds = [run["cpu_seconds"] for run in played]
+    ratios = [without / cached for without, cached in zip(seconds[::2], seconds[1::2], strict=True)]
+    assert wrong(told(page(name), r"([\d.]+) to ([\d.]+) times as fast"), [min(ratios), max(ratios)]) == []
+
+
 def test_the_share_of_the_reward_that_a_critic_can_explain() -> None:
     (start, after), seen = read_list("critic_ceiling.json"), set()
     assert (start["policy"], after["policy"]) == ("runs/detox/sft", "runs/detox/ppo")
