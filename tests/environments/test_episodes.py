@@ -370,6 +370,56 @@ def test_bootstrap_reads_the_last_observation_and_learns_no_token_of_it(tmp_path
         assert float(experience.returns[row, last]) == pytest.approx(bootstrapped, abs=1e-5)
 
 
+def test_an_environment_may_end_an_episode_by_a_limit_of_its_own(tmp_path: Path) -> None:
+    """The value after it is the critic's of the last observation; an episode whose task is over too has none."""
+    run = runs.online(tree(tmp_path, "Limited", max_turns=5, truncation="bootstrap"), "critic.head=normal")
+    experience = _experience(run)
+    cut = experience.stops == StopReason.TRUNCATED
+    assert torch.equal(~cut, experience.stops == StopReason.TERMINATED)
+    assert cut.any()
+    assert (experience.turns.amax(dim=1)[cut] == 1).all()
+    assert torch.equal(experience.bootstrapped, cut)
+    assert experience.final_values is not None
+    assert (experience.final_values[~cut] == 0).all()
+    over = [row for row in range(len(experience)) if int(experience.turns[row].max()) == 1 and not cut[row]]
+    assert over, "the task is over in the turn of the limit"
+    for row in cut.nonzero().flatten().tolist():
+        ids = experience.completion_ids[row][experience.completion_mask[row]].tolist()
+        assert [runs.WORDS[token] for token in ids[-3:-1]] in (["red", "one"], ["blue", "one"])
+        assert float(experience.final_values[row]) == pytest.approx(
+            value_after(run, experience, row, ids[:-1]), abs=1e-5
+        )
+        last = int(experience.action_mask[row].nonzero().max())
+        bootstrapped = float(experience.rewards[row, last] + experience.final_values[row])
+        assert float(experience.returns[row, last]) == pytest.approx(bootstrapped, abs=1e-5)
+
+
+def value_after(run: OnlineRun, experience: Experience, row: int, ids: list[int]) -> float:
+    """Return the critic's value of a row's prompt and these tokens, with another token behind them."""
+    one = slice(row, row + 1)
+    read = Completions(
+        prompt_ids=experience.prompt_ids[one],
+        prompt_mask=experience.prompt_mask[one],
+        row_ids=experience.row_ids[one],
+        references=experience.references[one],
+        completion_ids=torch.tensor([[*ids, EOS]]),
+        completion_mask=torch.ones(1, len(ids) + 1, dtype=torch.bool),
+        sampler_logprobs=torch.zeros(1, len(ids) + 1),
+        finished=torch.tensor([True]),
+        group_size=1,
+    )
+    return float(run.models.values(read)[0, -1].detach())
+
+
+@pytest.mark.parametrize("truncation", ["zero", "drop"])
+def test_a_limit_of_the_environments_own_follows_the_setting(tmp_path: Path, truncation: str) -> None:
+    experience = _experience(runs.online(tree(tmp_path, "Limited", max_turns=5, truncation=truncation)))
+    cut = experience.stops == StopReason.TRUNCATED
+    assert cut.any()
+    assert experience.final_values is None
+    assert torch.equal(experience.loss_mask.any(dim=1), ~cut | (truncation == "zero"))
+
+
 @pytest.fixture
 def calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every text of the policy is a call of the tool of Collector."""

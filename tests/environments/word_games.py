@@ -40,6 +40,14 @@ class Colors:
         return f"{wanted} one", reward, self.played == self.turns or "bad" in action, False, {}
 
 
+class Limited(Colors):
+    """Ends an episode after two turns by a limit of its own, also if the task is over at the same time."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, reward, _, _, info = super().step(action)
+        return observation, reward, "bad" in action, self.played == 2, info
+
+
 class Collector:
     """A class of tools whose reward is in the state of the instance."""
 
