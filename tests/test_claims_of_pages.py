@@ -1064,31 +1064,42 @@ def test_the_limit_in_the_lab() -> None:
 def test_the_limit_on_toxicity() -> None:
     measured, seen = read("detox_lag.json"), 0
     cells, late = list(measured["arms"]["ppo_lag"].values()), list(measured["late"].values())
+    high = list(measured["from 3"].values())
     keys = ("late_cost", "multiplier", "eval_score", "eval_cost", "eval_kl")
     text = page("docs/algorithms/safe_rlhf.md").split("## A limit on toxicity")[1]
     for row in rows(text):
-        arm = {"λ from 3": cells, "λ from 0.5": late}.get(row[0].partition(",")[0])
+        arm = {"λ from 1.5": cells, "λ from 3": high, "λ from 0.5": late}.get(row[0].partition(",")[0])
         if arm is None:
             continue
         for shown, key in zip(row[1:], keys, strict=True):
             assert wrong(numbers(shown), [cell[key] for cell in arm]) == [], (row, key)
         seen += 1
-    assert seen == 2
-    flat = " ".join(text.split())
-    below = re.search(r"in every seed\*\*, by (\d+), (\d+) and (\d+) % in", flat)
-    moved = re.search(r"falls, from (\S+), (\S+) and (\S+) on average .*? to (\S+), (\S+) and (\S+) in", flat)
-    chosen = re.search(r"whose cost ended (\d+) % below", flat)
+    assert seen == 3
+    flat = " ".join(text.replace("−", "-").split())
+    near = re.search(r"(?:steps: |limit\*\*: )([-+\d, ]+) % ", flat)
+    chosen = re.search(r"; ([-+]\d+) % with seed 11", flat)
+    below = re.search(r"below its limit\*\*, by (\d+), (\d+) and (\d+) %", flat)
     above = re.search(r"ends (\d+), (\d+) and (\d+) % above", flat)
     start = re.search(r"a cost of ([\d.]+) and a score of ([\d.]+) on 200", flat)
-    for told in (below, moved, chosen, above, start):
+    for told in (near, chosen, below, above, start):
         assert told is not None
-    distances = [100 * (1 - cell["late_cost"] / measured["limit"]) for cell in cells]
-    ends = [sum(cell["multipliers"][part]) / 16 for part in (slice(16), slice(-16, None)) for cell in cells]
-    assert wrong(list(below.groups()), sorted(distances)) == []
-    assert wrong(list(moved.groups()), ends) == []
-    assert wrong([chosen[1]], [100 * (1 - measured["chosen with"]["11"]["late_cost"] / measured["limit"])]) == []
-    assert wrong(list(above.groups()), sorted(100 * (cell["late_cost"] / measured["limit"] - 1) for cell in late)) == []
+    off = {
+        name: [100 * (cell["late_cost"] / measured["limit"] - 1) for cell in arm]
+        for name, arm in {
+            "cells": cells,
+            "high": high,
+            "late": late,
+            "chosen": measured["chosen with"].values(),
+        }.items()
+    }
+    assert wrong(near[1].split(", "), off["cells"]) == []
+    assert "within 10 %" not in flat.split("**From 3")[0] or max(map(abs, off["cells"])) <= 10
+    assert wrong([chosen[1]], off["chosen"]) == []
+    assert wrong(list(below.groups()), sorted(-value for value in off["high"])) == []
+    assert wrong(list(above.groups()), sorted(off["late"])) == []
     assert wrong(list(start.groups()), [measured["start"]["eval_cost"], measured["start"]["eval_score"]]) == []
+    spread = statistics.mean(statistics.pstdev(cell["costs"][-19:]) for cell in cells)
+    assert 0.035 < spread < 0.055
 
 
 def test_what_is_off_by_default_in_the_lab() -> None:
@@ -1277,8 +1288,8 @@ def test_verifiers_beside_other_graders() -> None:
     assert told is not None
     rates = [measured[f"code, {sandbox}"]["per second"] for sandbox in ("auto", "monty", "bubblewrap")]
     assert [abs(float(number) - rate) <= 0.5 for number, rate in zip(told.groups(), rates, strict=True)] == [True] * 3
-    assert "Monty alone\nfails three of the solutions" in text
-    assert measured["code, monty"]["lower"] == 3
+    assert "Monty alone\nfails two of the solutions" in text
+    assert measured["code, monty"]["lower"] == 2
 
 
 def test_the_chain_on_smollm2() -> None:
