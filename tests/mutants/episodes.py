@@ -121,6 +121,6 @@ EPISODES = [
         before="if answer == expected:",
         after="if not isinstance(answer, Fault):",
         why="an environment that is no function of its seed goes on as another one than the policy has read",
-        tests=("tests/environments/test_pool.py",),
+        tests=("tests/environments/test_replayed_episodes.py",),
     ),
 ]
