@@ -1076,12 +1076,13 @@ def test_the_limit_on_toxicity() -> None:
         seen += 1
     assert seen == 3
     flat = " ".join(text.replace("−", "-").split())
-    near = re.search(r"(?:steps: |limit\*\*: )([-+\d, ]+) % ", flat)
-    chosen = re.search(r"; ([-+]\d+) % with seed 11", flat)
+    near = re.search(r"the cost ends (\d+), (\d+) and (\d+) % below its limit", flat)
+    final = re.search(r"are (\d+) % above, (\d+) and (\d+) % below the limit, with standard errors of (\d+) %", flat)
+    chosen = re.search(r"with seed 11, which chose the settings, (\d+) %", flat)
     below = re.search(r"below its limit\*\*, by (\d+), (\d+) and (\d+) %", flat)
     above = re.search(r"ends (\d+), (\d+) and (\d+) % above", flat)
     start = re.search(r"a cost of ([\d.]+) and a score of ([\d.]+) on 200", flat)
-    for told in (near, chosen, below, above, start):
+    for told in (near, final, chosen, below, above, start):
         assert told is not None
     off = {
         name: [100 * (cell["late_cost"] / measured["limit"] - 1) for cell in arm]
@@ -1092,9 +1093,12 @@ def test_the_limit_on_toxicity() -> None:
             "chosen": measured["chosen with"].values(),
         }.items()
     }
-    assert wrong(near[1].split(", "), off["cells"]) == []
-    assert "within 10 %" not in flat.split("**From 3")[0] or max(map(abs, off["cells"])) <= 10
-    assert wrong([chosen[1]], off["chosen"]) == []
+    assert wrong(list(near.groups()), [-value for value in off["cells"]]) == []
+    assert sum(abs(value) <= 10 for value in off["cells"]) == 1
+    distances = [100 * (cell["eval_cost"] / measured["limit"] - 1) for cell in cells]
+    errors = [100 * cell["eval_cost_se"] / measured["limit"] for cell in cells]
+    assert wrong(list(final.groups()), [distances[0], -distances[1], -distances[2], statistics.mean(errors)]) == []
+    assert wrong([chosen[1]], [-value for value in off["chosen"]]) == []
     assert wrong(list(below.groups()), sorted(-value for value in off["high"])) == []
     assert wrong(list(above.groups()), sorted(off["late"])) == []
     assert wrong(list(start.groups()), [measured["start"]["eval_cost"], measured["start"]["eval_score"]]) == []
