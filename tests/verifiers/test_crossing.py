@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from sandboxes import RIGHT, bubblewrap_or_skip
 
 from rlhf.verifiers.code import make_tests
-from rlhf.verifiers.sandbox import FILES, FOLDER, BubblewrapSandbox, Limits
+from rlhf.verifiers.sandbox import FILES, FOLDER, BubblewrapSandbox, Limits, why_no_bubblewrap
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +162,15 @@ def test_the_sandbox_of_the_tests_is_started_again(sandbox: BubblewrapSandbox) -
     sandbox._tests.kill()
     sandbox._tests.wait()
     assert sandbox.run(RIGHT, made) == "passed"
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.5])
+def test_a_bwrap_that_does_not_work_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: float) -> None:
+    """As where user namespaces are forbidden, whenever it ends."""
+    (tmp_path / "bwrap").write_text(f"#!/bin/sh\nsleep {wait}\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda _: str(tmp_path / "bwrap"))
+    assert why_no_bubblewrap() == "bwrap does not work here: user namespaces may be forbidden"
 
 
 def test_the_sandbox_gets_every_file_of_the_folder() -> None:
