@@ -4,7 +4,8 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash scripts/setup.sh dev
+bash scripts/setup.sh dev gym textarena reasoning-gym math code
+export RLHF_TEST_EXTRAS=required # no test of these extras is skipped
 
 step() { printf '\n== %s\n' "$*"; nice -n 5 "$@"; } # nice: the tests, which take longer, come first
 bin=.venv/bin

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from extras import import_extra
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -38,7 +39,7 @@ PACKAGES = {"palindrome": "reasoning_gym", "cups": "textarena"}
 @pytest.mark.parametrize("name", ["guess_7", "calculator", "no_tool", *PACKAGES])
 def test_play_to_imitate_has_the_form_of_episodes(modules: dict[str, ModuleType], name: str) -> None:
     if name in PACKAGES:
-        pytest.importorskip(PACKAGES[name])
+        import_extra(PACKAGES[name])
     task = modules["agent_tasks"].TASKS[name]
     games = task.games(20, seed=0)
     assert games == task.games(20, seed=0) != task.games(20, seed=1)

@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+from extras import import_extra
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -32,7 +33,7 @@ def test_verifiers_are_tallied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_program_and_an_empty_one_are_graded(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("if_verifiable")
-    pytest.importorskip("pydantic_monty")
+    import_extra("pydantic_monty")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     agreement = importlib.import_module("verifier_agreement")
     body, test = "    return 1\n", "def check(candidate):\n    assert candidate() == 1\n"

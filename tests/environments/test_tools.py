@@ -16,6 +16,7 @@ from typing import Any, Literal, Optional, TypedDict
 import numpy
 import pytest
 import torch
+from extras import import_extra
 
 from rlhf.environments.gym import TextOnly
 from rlhf.environments.host import Act, Begin, End, Host
@@ -533,7 +534,7 @@ def make_told(make: Any, move: str) -> str:
 
 
 def test_text_arena() -> None:
-    pytest.importorskip("textarena")
+    import_extra("textarena")
     make = load_environment("textarena:GuessTheNumber-v0", {})
     first, second = make(), make()
     rules = first.reset(seed=3)[0]
@@ -553,7 +554,7 @@ def test_text_arena() -> None:
 
 
 def test_reasoning_gym() -> None:
-    pytest.importorskip("reasoning_gym")
+    import_extra("reasoning_gym")
     make = load_environment("reasoning_gym:chain_sum", {"max_terms": 3})
     question, again = make(), make()
     text = question.reset(seed=9)[0]
@@ -606,7 +607,7 @@ def test_a_task_that_cannot_read_its_own_answer_fails(monkeypatch: pytest.Monkey
 
 
 def test_gymnasium() -> None:
-    pytest.importorskip("gymnasium")
+    import_extra("gymnasium")
     make = load_environment("gym:FrozenLake-v1", {"is_slippery": False})
     lake = make()
     assert lake.reset(seed=1)[0] == "0"
@@ -650,7 +651,7 @@ gymnasium.register("Wrapped-v0", entry_point=wrapped, max_episode_steps=2)
 def test_gymnasium_keeps_wrappers_and_limit_of_an_id_of_a_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gymnasium = pytest.importorskip("gymnasium")
+    gymnasium = import_extra("gymnasium")
     (tmp_path / "counted_envs.py").write_text(GYM_PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(gymnasium.registry, "Wrapped-v0", None)  # so that it is removed after the test

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf.verifiers.sandbox import has_monty, why_no_bubblewrap
-
-NO_MONTY = pytest.mark.skipif(not has_monty(), reason="the package pydantic-monty is not installed")
+from rlhf.verifiers.sandbox import why_no_bubblewrap
 
 
 def bubblewrap_or_skip() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
-from sandboxes import ESCAPES, NO_MONTY, RIGHT, bubblewrap_or_skip
+from extras import import_extra
+from sandboxes import ESCAPES, RIGHT, bubblewrap_or_skip
 
 from rlhf.config.load import validate
 from rlhf.errors import ConfigError
@@ -28,7 +29,7 @@ def box(kind: str) -> Any:
     if kind == "bubblewrap":
         bubblewrap_or_skip()
         return BubblewrapSandbox(LIMITS)
-    pytest.importorskip("pydantic_monty")
+    import_extra("pydantic_monty")
     return MontySandbox(LIMITS)
 
 
@@ -128,8 +129,8 @@ def test_made_programs_by_the_grader(kind: str, monkeypatch: pytest.MonkeyPatch)
     assert grade("", {}) is None
 
 
-@NO_MONTY
 def test_what_monty_lacks_goes_to_bubblewrap_or_is_counted() -> None:
+    import_extra("pydantic_monty")
     program, row = "import string\ndef f(x):\n    return x + 1", {"tests": TESTS}
     alone = validate(CodeGrader, {"type": "code", "sandbox": "monty"}).start()
     assert alone(program, row) == {"code": 0, "timed_out": 0, "unsupported": 1}

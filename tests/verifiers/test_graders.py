@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from extras import import_extra
 
 from rlhf.config.load import validate
 from rlhf.constraints import checks
@@ -68,7 +69,7 @@ def test_a_verifier_that_mixes_up_gold_and_prediction_does_not_start(monkeypatch
 
 
 def test_symbolic_answers_by_math_verify(caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("math_verify")
+    import_extra("math_verify")
     grade = validate(MathGrader, {"type": "math", "symbolic": "on"}).start()
     assert grade("\\boxed{(x+1)(x-1)}", {"answer": "x^2-1"}) == 1
     assert grade("\\boxed{x+1}", {"answer": "x^2-1"}) == 0
@@ -227,7 +228,7 @@ def test_a_completion_that_a_task_cannot_read_grades_0(monkeypatch: pytest.Monke
 
 
 def test_a_task_of_reasoning_gym() -> None:
-    gym = pytest.importorskip("reasoning_gym")
+    gym = import_extra("reasoning_gym")
     row = dict(gym.create_dataset("leg_counting", size=1, seed=1)[0])
     grader = validate(ReasoningGymGrader, settings_of("reasoning_gym:leg_counting"))
     grade = grader.start()

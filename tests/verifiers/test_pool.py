@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from extras import import_extra
 from sandboxes import RIGHT
 
 from rlhf.errors import RewardError
@@ -164,7 +165,7 @@ def measure(pool: GraderPool) -> int:
 
 @pytest.mark.slow
 def test_ten_thousand_programs_leak_nothing() -> None:
-    pytest.importorskip("pydantic_monty")
+    import_extra("pydantic_monty")
     pool = GraderPool({"": {"type": "code", "sandbox": "monty"}}, timeout_s=5.0, workers=2)
     items = [("", RIGHT, {"tests": ["assert f(1) == 2"]})] * 1000
     pool.grade(items)
