@@ -25,7 +25,7 @@ def test_a_package_that_is_missing_skips_a_test_and_fails_the_gate(monkeypatch: 
 def test_the_gate_installs_the_extras_of_the_tests_and_requires_them() -> None:
     gate = (ROOT / "scripts" / "gate.sh").read_text(encoding="utf-8")
     assert "export RLHF_TEST_EXTRAS=required" in gate
-    (names,) = re.findall(r"setup\.sh dev (.*)", gate)
+    (names,) = re.findall(r"extras=\((.*)\)", gate)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     installed = {
         re.split(r"[^\w-]", package)[0].replace("-", "_") for name in names.split() for package in extras[name]
