@@ -52,6 +52,7 @@ WITH_A_FALLBACK = {
     *(  # bubblewrap needs Linux
         ("processes.py", name) for name in ("os.fork", "signal.SIGCHLD", "signal.alarm", "import resource")
     ),
+    ("sandbox.py", "signal.SIGKILL"),
     *(("pool.py", name) for name in ("os.killpg", "signal.SIGKILL", "signal.SIGALRM")),
     *(("process.py", name) for name in ("os.killpg", "signal.SIGKILL")),
 }

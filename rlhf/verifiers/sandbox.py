@@ -20,6 +20,7 @@ import os
 import platform
 import select
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -186,7 +187,14 @@ class BubblewrapSandbox:
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket | None = None) -> None:
-    """Kill bwrap, with which all that is in its namespace ends."""
+    """Kill bwrap, and before it its child, with which all that is in its namespaces ends.
+
+    A child that has just begun waits for bwrap and does not notice its end.
+    """
+    if process.poll() is None:  # else its number may be another's
+        with contextlib.suppress(OSError):  # the child has ended
+            for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
     process.kill()
     process.wait()
     if control is not None:

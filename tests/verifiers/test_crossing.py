@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from sandboxes import RIGHT, bubblewrap_or_skip
 
 from rlhf.verifiers.code import make_tests
-from rlhf.verifiers.sandbox import FILES, FOLDER, BubblewrapSandbox, Limits, why_no_bubblewrap
+from rlhf.verifiers.sandbox import FILES, FOLDER, BubblewrapSandbox, Limits, _end, why_no_bubblewrap
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +165,20 @@ def test_the_sandbox_of_the_tests_is_started_again(sandbox: BubblewrapSandbox) -
     sandbox._tests.kill()
     sandbox._tests.wait()
     assert sandbox.run(RIGHT, made) == "passed"
+
+
+def test_a_sandbox_that_is_ended_while_it_starts_leaves_no_process(sandbox: BubblewrapSandbox) -> None:
+    """Also not the child of bwrap that waits for its parent, whose end it does not notice yet."""
+    children: list[psutil.Process] = []
+    for number in range(60):
+        channel, own = socket.socketpair()
+        process = sandbox._start(channel, "run_program", "import time\ntime.sleep(60)", forks=False)
+        time.sleep(number / 2000)
+        children += psutil.Process(process.pid).children(recursive=True)
+        _end(process)
+        own.close()
+    assert children
+    assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.5])
