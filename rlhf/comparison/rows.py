@@ -64,7 +64,7 @@ def browser_data(cells: Sequence[CellResult], limit: int = MOST_CHARACTERS) -> l
 def browser_sources(cells: Sequence[CellResult]) -> list[BrowserSource]:
     """Collect the rows of every finished cell: the held-out prompts, then the suites that keep answers.
 
-    The judged pairs are left out: their completions are those of the held-out prompts.
+    Judged pairs are no source of their own: their completions are among the held-out prompts.
     """
     finished = [(result.cell, result.judged, result.suites) for result in cells if result.judged is not None]
     judged = [(cell, list(map(judged_row, judgment.rows))) for cell, judgment, _ in finished]
