@@ -50,7 +50,8 @@ WITH_A_FALLBACK = {
     ),
     ("child.py", "import resource"),
     *(  # bubblewrap needs Linux
-        ("processes.py", name) for name in ("os.fork", "signal.SIGCHLD", "signal.alarm", "import resource")
+        ("processes.py", name)
+        for name in ("os.fork", "signal.SIGCHLD", "signal.SIGKILL", "signal.alarm", "import resource")
     ),
     ("sandbox.py", "signal.SIGKILL"),
     *(("pool.py", name) for name in ("os.killpg", "signal.SIGKILL", "signal.SIGALRM")),

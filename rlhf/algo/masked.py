@@ -117,7 +117,7 @@ def explained_beyond_position(
         1 - sum (e - mean_p e)^2 / sum (R - mean_p R)^2   with e = R - V and mean_p over the tokens at position p
 
     A KL penalty in the reward lowers the return of every token still to come, so that a critic which only counts
-    tokens has an explained variance above 0. Here it has 0. NaN if the returns do not vary beyond rounding.
+    tokens has an explained variance above 0. Here it has 0. NaN if the variance is 0, or lost in the error's rounding.
     """
     live = positions[mask]  # below T
     counts = torch.zeros(mask.shape[1], dtype=returns.dtype, device=returns.device)

@@ -28,7 +28,7 @@ from rlhf.environments.protocol import (
 )
 
 LARGEST_NUMPY_SEED = 2**32
-LAST_REWARD = "last_reward"  # the method of an environment, as of tools, whose reward is not in its steps
+LAST_REWARD = "reward_at_limit"  # the method of an environment, as of tools, whose reward is not in its steps
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Host:
             result = checked_reset(environment.reset(seed=request.seed, options=row))
             tools = tuple(getattr(environment, "tool_schemas", ()))
             _save_generators(episode)
-        return ResetResult(result.observation, tools, hasattr(environment, LAST_REWARD))
+        return ResetResult(result.observation, tools, callable(getattr(environment, LAST_REWARD, None)))
 
     def act(self, request: Act) -> StepResult:
         """Step an environment, from the random generators as its last call left them."""

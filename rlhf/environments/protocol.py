@@ -57,7 +57,9 @@ class ResetResult:
 
     observation: Observation
     tools: tuple[Mapping[str, Any], ...] = ()  # as chat templates take them; an environment's `tool_schemas`
-    has_last_reward: bool = False  # the environment has a reward if a limit of the run ends the episode; `last_reward`
+    has_last_reward: bool = (
+        False  # the environment has a reward if a limit of the run ends the episode; `reward_at_limit`
+    )
 
 
 @dataclass(frozen=True)

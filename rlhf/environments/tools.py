@@ -184,7 +184,7 @@ class ToolEnvironment:
             return "", self._reward(action), True, False, {}
         return _run_calls(calls, self.tools)
 
-    def last_reward(self) -> Any:
+    def reward_at_limit(self) -> Any:
         """Return the instance's reward after a limit of the run has ended the episode."""
         return self._reward("")
 
@@ -222,7 +222,10 @@ def _taken(function: Callable[..., Any], row: dict[str, Any], seed: int | None) 
 
 
 class FunctionTools:
-    """An environment of plain functions: calls are run, and `reward(answer, row)` scores the text without a call."""
+    """An environment of plain functions: calls are run, and `reward(answer, row)` scores the text without a call.
+
+    If a limit of the run ends the episode, it scores an empty answer.
+    """
 
     def __init__(self, tools: Sequence[Callable[..., Any]], reward: Callable[[str, Mapping[str, Any]], float]) -> None:
         """Take the tools, and the function that scores the answer."""
@@ -246,5 +249,12 @@ class FunctionTools:
         """Run the calls of an action, or score it as the answer."""
         calls = read_calls(action)
         if not calls:
-            return "", float(self.reward(action, self.row)), True, False, {}
+            return "", self._score(action), True, False, {}
         return _run_calls(calls, self.tools)
+
+    def reward_at_limit(self) -> float:
+        """Score an episode without an answer, which a limit of the run has ended."""
+        return self._score("")
+
+    def _score(self, answer: str) -> float:
+        return float(result_of(self.reward(answer, self.row)))

@@ -19,7 +19,7 @@ LONG_RUN = 2000  # steps; a lost machine then costs hours
 SMALL_MODEL, LARGE_MODEL = 5e7, 1e9  # parameters
 LORA_FACTOR = 10.0
 LOWEST_FOR_TINY = 1e-5
-LOWEST_ONLINE = 3e-6  # below 1e9 parameters
+LOWEST_ONLINE, SMALL_ONLINE = 3e-6, 3e8  # the lowest rate, up to so many parameters
 WARMUP_OF_A_TRIAL = 10  # steps; a few steps of any run are a trial, whose warm-up does not matter
 
 
@@ -75,7 +75,7 @@ def rate_is_low(config: RunConfiguration, facts: Facts) -> Value | None:
     if facts.parameters is None or not lr:
         return None
     lowest = RATES[method(config)].low
-    if method(config) == "online" and facts.parameters < LARGE_MODEL:
+    if method(config) == "online" and facts.parameters < SMALL_ONLINE:
         lowest = LOWEST_ONLINE
     if facts.parameters < SMALL_MODEL:
         lowest = LOWEST_FOR_TINY
@@ -179,7 +179,7 @@ RUN_RULES = (
         reason="The model will hardly change: a tiny model needs a hundred times the learning rate of a "
         "model with billions of parameters, and one of 135 million twenty times, if it learns from its own samples.",
         source="docs/hyperparameters.md; Meng et al. 2024 (SimPO): 3e-7 is the lowest reported",
-        fix="policy.lr=2e-5 online from 5e7 to 1e9 parameters; otherwise multiply the rate by 10 until kl/reference "
+        fix="policy.lr=2e-5 online from 5e7 to 3e8 parameters; otherwise multiply the rate by 10 until kl/reference "
         "(or the margin) changes",
     ),
     Rule(

@@ -36,7 +36,7 @@ class CodeGrader(Grader):
     It runs in a sandbox: in monty (the extra `code`), or, if monty lacks a module or a part of the language, in
     bubblewrap (Linux). Without either a run does not start. The tests are asserts in a function that is defined after
     the program has run; success is the secret that this function returns, and not the exit code. In bubblewrap the
-    tests run in a process of their own, of which the program gets the arguments of its calls and nothing else.
+    tests run in a process of their own, of which the program gets the operands of its calls and operators.
     """
 
     default_weights: ClassVar[dict[str, float]] = {"code": 1.0, "timed_out": 0.0, "unsupported": 0.0}
@@ -195,7 +195,7 @@ def make_tests(tests: object, entry_point: str | None) -> Tests:
         tree, variables = ast.parse(source), _variables(source)
     except SyntaxError as error:
         raise ValueError(f"the row's tests are no Python code: {error}") from error
-    imports = _take_imports(tree)
+    imports = _take_imports(tree, entry_point)
     has_check = any("check" in (getattr(node, "name", ""), getattr(node, "id", "")) for node in ast.walk(tree))
     calls = [f"check({entry_point})"] if entry_point and has_check else []
     calls += [f"{name}()" for name in _uncalled_tests(tree)]
@@ -223,10 +223,11 @@ def _variables(source: str) -> list[str]:
     return [s.get_name() for s in symbols if s.is_assigned() and not s.is_namespace() and not s.is_annotated()]
 
 
-def _take_imports(tree: ast.Module) -> list[str]:
+def _take_imports(tree: ast.Module, entry_point: str | None) -> list[str]:
     """Take the imports out of tests that no function may have; return them as statements of a module.
 
-    Of `from math import *` these are the names that the tests use and the program does not define.
+    Of `from math import *` these are the names that the tests use. A name that the program defines too is the program's
+    if it is the entry point, or if the tests use nothing else of the program.
 
     Raises:
         ValueError: an import * is in a block, or of a module that is not known.
@@ -241,7 +242,13 @@ def _take_imports(tree: ast.Module) -> list[str]:
         if module not in STAR_MODULES or star in ast.walk(tree):
             raise ValueError(f"the row's tests have `{ast.unparse(star)}`: name what they import")
         origins |= dict.fromkeys(_names(tree).intersection(_public_names(module)), module)
-    names = (f"try:\n    {name}\nexcept NameError:\n    from {origins[name]} import {name}" for name in sorted(origins))
+    others = _free_names(tree).difference(vars(builtins), origins)
+    own = {entry_point} if entry_point else set() if others else set(origins)
+    imports = {name: f"from {origins[name]} import {name}" for name in sorted(origins)}
+    names = [
+        f"try:\n    {name}\nexcept NameError:\n    {imports[name]}" if name in own else imports[name]
+        for name in imports
+    ]
     return [*map(ast.unparse, future), *names]
 
 
@@ -260,13 +267,18 @@ def _uncalled_tests(tree: ast.Module) -> list[str]:
 
 def _shadowing(tree: ast.Module) -> tuple[str, ...]:
     """Return the names of Python's own, as `sum`, that are the program's: tests use no other name of it."""
+    free = _free_names(tree)
+    return () if free.difference(vars(builtins)) else tuple(sorted(free))
+
+
+def _free_names(tree: ast.Module) -> set[str]:
+    """Return the names that tests use and do not bind."""
     nodes = list(ast.walk(tree))
     own = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     own |= {node.name for node in nodes if isinstance(node, DEFINITIONS)}
     own |= {(node.asname or node.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
-    free = _names(tree) - own
-    return () if free.difference(vars(builtins)) else tuple(sorted(free))
+    return _names(tree) - own
 
 
 def _names(tree: ast.AST) -> set[str]:

@@ -163,6 +163,7 @@ class BubblewrapSandbox:
     def _test(self, descriptors: list[int], tests: Tests) -> None:
         """Send tests to their sandbox, with the descriptors of the socket to the program and of the verdict."""
         if self._tests.poll() is not None:  # it was killed
+            self._stop_tests()
             self._begin_tests()
         with _file(marshal.dumps((tests.definition, tests.call, tests.shared, tests.shadowing))) as file:
             socket.send_fds(self._control, [b"."], [*descriptors, file])
@@ -170,7 +171,7 @@ class BubblewrapSandbox:
     def _begin_tests(self) -> None:
         self._control, control = socket.socketpair()
         self._tests = self._start(control, "serve_tests", self.filter, forks=True)
-        weakref.finalize(self, _end, self._tests, self._control)
+        self._stop_tests = weakref.finalize(self, _end, self._tests, self._control)
 
     def _start(self, channel: socket.socket, function: str, argument: Any, *, forks: bool) -> subprocess.Popen[bytes]:
         """Start a function of crossing.py in a sandbox, with this end of a socket, which it alone has afterwards."""

@@ -710,3 +710,32 @@ def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
         target = {"gymnasium": "gym:A-v1"}.get(name, f"{name}:A")
         with pytest.raises(ConfigError, match=rf"\[{extra}\]"):
             load_environment(target, {})
+
+
+def test_functions_score_an_episode_that_a_limit_has_ended() -> None:
+    """With an empty answer; the function may be a coroutine."""
+
+    async def reward(answer: str, row: Mapping[str, Any]) -> float:
+        return 0.25 if not answer else 1.0
+
+    tools = FunctionTools([power], reward=reward)  # type: ignore[arg-type]
+    tools.reset()
+    assert tools.reward_at_limit() == 0.25
+    assert tools.step("done")[1] == 1.0
+
+
+def test_an_attribute_of_an_environment_is_no_reward_at_a_limit() -> None:
+    """A number of that name, or another common name, changes nothing."""
+
+    class Counter:
+        reward_at_limit = last_reward = 0.5
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+            return "go", {}
+
+        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            return "on", 0.0, False, False, {}
+
+    begun = Host(Counter).begin(Begin(1, 5, {}))
+    assert isinstance(begun, ResetResult)
+    assert not begun.has_last_reward

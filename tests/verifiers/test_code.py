@@ -313,8 +313,8 @@ STARS += "assert f(xs[0]) == sqrt(4)\nassert factorial(3) == 6"
 
 
 def test_tests_may_import_star() -> None:
-    """Also the program's names come first: a wrong factorial does not pass as that of math."""
-    made = make_tests(f"from __future__ import annotations\n{STARS}", None)
+    """The program's factorial is tested if it is the entry point; else the tests use the one of math."""
+    made = make_tests(f"from __future__ import annotations\n{STARS}", "factorial")
     assert passes_in_this_python(ROOT_OF.replace("PRODUCT", "n * (n - 1)"), made)
     assert not passes_in_this_python(ROOT_OF.replace("PRODUCT", "n"), made)
     assert not passes_in_this_python(ROOT_OF.replace("PRODUCT", "6").replace("0.5", "2"), made)
@@ -322,9 +322,10 @@ def test_tests_may_import_star() -> None:
 
 @BOXES
 def test_tests_may_import_star_in_a_sandbox(kind: str) -> None:
-    made = make_tests(STARS, None)
+    made = make_tests(STARS, "factorial")
     assert box(kind).run(ROOT_OF.replace("PRODUCT", "n * (n - 1)"), made) == "passed"
     assert box(kind).run(ROOT_OF.replace("PRODUCT", "n"), made) == "failed"
+    assert box(kind).run(ROOT_OF.replace("PRODUCT", "n"), make_tests(STARS, None)) == "passed"
 
 
 @pytest.mark.parametrize("line", ["from numpy import *", "from . import *", "if f:\n    from math import *"])

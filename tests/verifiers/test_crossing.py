@@ -60,19 +60,24 @@ all = any = abs = isinstance = sorted = round = lambda *args, **kwargs: True
 """
 
 
+IMPORTS = "import math\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+
+
 @pytest.mark.parametrize(
     "check",
     [
         "f(1) == 2", "2 == f(1)", "not f(1) != 2", "f(1) in (2,)", "f(1) in {2}", "f(1) >= 2", "3 > f(1) > 1",
         "[f(1)] == [2]", "f(1) == [2]", "list(f(1)) == [2]", "set(f(1)) == {2}", "{1: f(1)} == {1: 2}", "f(1) == 'a'",
-        "abs(f(1) - 2) < 1e-6", "abs(2 - f(1)) < 1e-6", "math.isclose(f(1), 2)", "round(f(1)) == 2", "f(1) == None",
+        "abs(f(1) - 2) < 1e-6", "abs(2 - f(1)) < 1e-6",
+        "abs(f(1) - Fraction(1, 2)) < 1", "abs(Decimal('2') - f(1)) < 1",
+        "math.isclose(f(1), 2)", "round(f(1)) == 2", "f(1) == None",
         "isinstance(f(1), int)", "type(f(1)) is int", "all(f(x) == 2 for x in [1])", "sorted([f(1), 3]) == [2, 3]",
         "f(1) == Own()", "Own() == f(1)", "f(1) is True", "str(f(1)) == '2'",
     ],
 )  # fmt: skip
 def test_an_object_that_equals_everything_passes_no_test(sandbox: BubblewrapSandbox, check: str) -> None:
     own = "class Own:\n    def __eq__(self, other): return other is self\n"
-    assert sandbox.run(LIAR, make_tests(f"import math\n{own}assert {check}", None)) == "failed"
+    assert sandbox.run(LIAR, make_tests(f"{IMPORTS}{own}assert {check}", None)) == "failed"
 
 
 PRETENDER = """
@@ -204,3 +209,39 @@ def test_a_new_process_imports_little() -> None:
     )
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_a_name_of_an_import_star_is_the_modules_unless_the_program_is_asked_for_it(sandbox: BubblewrapSandbox) -> None:
+    """A program that defines a checker of the tests does not replace it."""
+    checked = "from math import *\nassert isclose(f(2), 1.41, rel_tol=0.1)"
+    liar = "def f(x): return 0.0\ndef isclose(*args, **kwargs): return True"
+    assert sandbox.run(liar, make_tests(checked, None)) == "failed"
+    assert sandbox.run(liar, make_tests(checked, "f")) == "failed"
+    assert sandbox.run("def f(x): return 1.41", make_tests(checked, None)) == "passed"
+    own = "def gcd(a, b): return 7"
+    assert sandbox.run(own, make_tests("from math import *\nassert gcd(2, 3) == 7", None)) == "passed"
+    assert sandbox.run(own, make_tests("from math import *\nassert gcd(2, 3) == 7 and g", "gcd")) == "failed"
+
+
+def test_tests_find_an_empty_folder(sandbox: BubblewrapSandbox) -> None:
+    checked = (
+        "import os\nassert os.listdir('/tmp') == []\nos.makedirs('/tmp/a/b')\nopen('/tmp/c', 'w').write('x' * 2 ** 23)"
+    )
+    made = make_tests(f"{checked}\nassert f() == 1", None)
+    assert [sandbox.run("def f(): return 1", made) for _ in range(4)] == ["passed"] * 4
+
+
+def test_an_object_has_one_plain_value(sandbox: BubblewrapSandbox) -> None:
+    """Also if the program replaces the function that gives it."""
+    program = """
+import gc
+class Numbers(int):
+    pass
+numbers = iter(range(1000))
+for found in gc.get_objects():
+    if type(found) is dict and "plain" in found and "type" in found and callable(found["plain"]):
+        found["plain"] = lambda value: next(numbers)
+def f(x): return Numbers(5)
+"""
+    made = make_tests("class A: pass\nvalue = f(1)\nassert 3 == value or 4 == value or 7 == value", None)
+    assert sandbox.run(program, made) == "failed"

@@ -22,6 +22,7 @@ READABLE = frozenset({"__name__", "__qualname__", "__doc__", "__module__"})  # w
 ATTRIBUTES = frozenset({"__getattr__", "__setattr__", "__delattr__"})
 DESCRIPTORS = 3  # of the socket to the program, of the pipe of the verdict, and of a file with the tests
 SET_SECCOMP, FILTER = 22, 2  # of prctl
+FOLDER = "/tmp"  # of the sandbox, empty and in memory
 
 
 # --- the program -----------------------------------------------------------------------------------------------
@@ -185,16 +186,40 @@ def serve_tests(control: int, limits: Sequence[int], filters: bytes) -> None:
     import socket
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets a process that has ended
-    refuse_processes = _filter(filters)
+    refuse_processes, child = _filter(filters), 0
     with socket.socket(fileno=control) as requests:
         while descriptors := socket.recv_fds(requests, 1, DESCRIPTORS)[1]:
-            if os.fork() == 0:
+            if child:
+                _end(child, signal.SIGKILL)
+            _empty(FOLDER)
+            child = os.fork()
+            if child == 0:
                 requests.close()
                 refuse_processes()
                 signal.alarm(limits[1])
                 _write_verdict(limits, *descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
+
+
+def _end(child: int, kill: int) -> None:
+    """End a child, if it has not ended, and wait until it has."""
+    try:
+        os.kill(child, kill)
+        os.waitpid(child, 0)
+    except (ProcessLookupError, ChildProcessError):  # the system has forgotten it
+        pass
+
+
+def _empty(folder: str) -> None:
+    """Delete what the tests before have left in their folder."""
+    import shutil
+
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            os.unlink(entry.path)
 
 
 def _write_verdict(limits: Sequence[int], channel: int, verdict: int, file: int) -> NoReturn:

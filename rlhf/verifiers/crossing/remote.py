@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf.verifiers.crossing.operations import COMPARISONS, COROUTINE, OPERATIONS, SCALARS, is_plain
+from rlhf.verifiers.crossing.operations import COMPARISONS, COROUTINE, OPERATIONS, SCALARS, VALUES, is_plain, name_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,18 +20,22 @@ CLAIMS: dict[str, type] = {
 """The types that `isinstance` takes an object of the other process for: no number and no text."""
 
 
+FIXED = (*SCALARS, tuple, frozenset)
+
+
 class RemoteObject:
     """An object of the other process, which is asked for every operation."""
 
-    __slots__ = ("_rlhf_claim", "_rlhf_index", "_rlhf_peer")
+    __slots__ = ("_rlhf_claim", "_rlhf_index", "_rlhf_peer", "_rlhf_value")
     _rlhf_peer: Peer
     _rlhf_index: int
     _rlhf_claim: str
+    _rlhf_value: Any
 
     def __init__(self, peer: Peer, index: int, claim: str) -> None:
         """Take the object's number in the other process, and the name of the type that `isinstance` takes it for."""
-        for name, value in (("_rlhf_peer", peer), ("_rlhf_index", index), ("_rlhf_claim", claim)):
-            object.__setattr__(self, name, value)
+        for slot, value in zip(self.__slots__, (claim, index, peer, None), strict=True):
+            object.__setattr__(self, slot, value)
 
     @property  # type: ignore[misc]  # a class is not to be set
     def __class__(self) -> Any:
@@ -60,17 +64,27 @@ def _compares(name: str) -> Callable[[RemoteObject, Any], Any]:
         """Let the other process compare its objects with each other, and with nothing else."""
         if type(other) is RemoteObject:
             return self._rlhf_peer.ask(name, self, other)
-        own = self._rlhf_peer.ask("plain", self) if is_plain(other) else None
+        own = _plain_of(self) if is_plain(other) else None
         return NotImplemented if own is None else COMPARISONS[name](own, other)
 
     return method
 
 
+def _plain_of(remote: RemoteObject) -> Any:
+    """Ask for the plain value of an object; one that cannot change is asked for once, so that it stays the same."""
+    if remote._rlhf_value is None:
+        value = remote._rlhf_peer.ask("plain", remote)
+        if not isinstance(value, FIXED):
+            return value
+        object.__setattr__(remote, "_rlhf_value", value)
+    return remote._rlhf_value
+
+
 def _subtracts(name: str) -> Callable[[RemoteObject, Any], Any]:
     def method(self: RemoteObject, other: Any) -> Any:
-        """Subtract no number: in abs(f(x) - 0.5) < 1e-6 it is the answer, and the object could say that 0 is left."""
-        is_object = type(other) is RemoteObject or not isinstance(other, SCALARS)
-        return self._rlhf_peer.ask(name, self, other) if is_object else NotImplemented
+        """Subtract no plain value: in abs(f(x) - 0.5) < 1e-6 it is the answer, and the object could say 0."""
+        is_value = type(other) is not RemoteObject and (isinstance(other, SCALARS) or name_of(type(other)) in VALUES)
+        return NotImplemented if is_value else self._rlhf_peer.ask(name, self, other)
 
     return method
 
