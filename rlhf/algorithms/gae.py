@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from rlhf.algorithms.advantage import Advantage, StepSizes
@@ -61,6 +62,10 @@ class Gae(Advantage):
     turn_lambda: Fraction | None = None
     """With an environment: gae_lambda of the step from the last token of a turn to the first of the next one, as in
     VAGEN (Wang et al. 2025); 1 carries a reward to earlier turns without loss. null: the same as gae_lambda."""
+    critic_lambda: Fraction | None = None
+    """λ of the critic's targets (decoupled GAE; Yuan et al. 2025, VC-PPO), between turns too: at 1 the critic learns
+    the reward-to-go, which its own errors do not bias, while gae_lambda < 1 keeps the variance of the advantages low.
+    null: the same as gae_lambda."""
     whiten: bool = True
     """Scale the advantages to mean 0 and variance 1 over all tokens of the step."""
     whiten_over: Literal["step", "minibatch"] = "step"
@@ -105,23 +110,26 @@ class Gae(Advantage):
         self, rollout: Rollout, rewards: Float[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
         """Compute the advantages and the critic's targets by the recursion of rlhf.algo.advantages.gae."""
+        advantages, returns = self._estimate(rollout, rewards)
+        return self.whitened(advantages, rollout), returns
+
+    def _estimate(
+        self, rollout: Rollout, rewards: Float[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+        """Compute the advantages before they are whitened, and the critic's targets."""
         from rlhf.algo.advantages import gae
         from rlhf.algo.masked import whiten
 
         mask = rollout.action_mask
         if self.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False, weights=rollout.hint_weights)
-        advantages, returns = gae(
-            rewards,
-            rollout.values,
-            mask,
-            gamma=self.gamma,
-            gae_lambda=self.gae_lambda,
-            turns=rollout.episode_turns,
-            turn_lambda=self.turn_lambda,
-            final_values=rollout.final_values,
+        estimate = partial(gae, rewards, rollout.values, mask, gamma=self.gamma, final_values=rollout.final_values)
+        advantages, returns = estimate(
+            gae_lambda=self.gae_lambda, turns=rollout.episode_turns, turn_lambda=self.turn_lambda
         )
-        return self.whitened(advantages, rollout), returns
+        if self.critic_lambda is not None:
+            _, returns = estimate(gae_lambda=self.critic_lambda)
+        return advantages, returns
 
     def compute_stale(
         self, rollout: Rollout, rewards: Float[Tensor, "B T"], *, rho_cap: float, trace_cap: float
@@ -137,16 +145,14 @@ class Gae(Advantage):
         mask = rollout.action_mask
         if self.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False)
-        return vtrace(
-            rewards,
-            rollout.values,
-            importance_ratio(rollout.logprobs, rollout.sampler_logprobs, mask, "token"),
-            mask,
-            gamma=self.gamma,
-            gae_lambda=self.gae_lambda,
-            rho_cap=rho_cap,
-            trace_cap=trace_cap,
+        ratios = importance_ratio(rollout.logprobs, rollout.sampler_logprobs, mask, "token")
+        estimate = partial(
+            vtrace, rewards, rollout.values, ratios, mask, gamma=self.gamma, rho_cap=rho_cap, trace_cap=trace_cap
         )
+        advantages, returns = estimate(gae_lambda=self.gae_lambda)
+        if self.critic_lambda is not None:
+            _, returns = estimate(gae_lambda=self.critic_lambda)
+        return advantages, returns
 
     def whitened(self, advantages: Float[Tensor, "B T"], rollout: Rollout) -> Float[Tensor, "B T"]:
         """Whiten over the tokens of the step, if asked."""
@@ -173,11 +179,11 @@ class Gae(Advantage):
         return replace(minibatch, advantages=advantages)
 
     def before_whitening(self, experience: Experience) -> Float[Tensor, "B T"]:
-        """Return V-trace's advantages or returns - values, which whitening has scaled; zero outside the mask."""
+        """Return the advantages that whitening has scaled, V-trace's or GAE's; zero outside the mask."""
         import torch
 
         if not self.whiten or self.whitens_minibatches:
             return experience.advantages
         raw = experience.stale_advantages
-        raw = experience.returns - experience.values if raw is None else raw
+        raw = self._estimate(experience, experience.rewards)[0] if raw is None else raw
         return torch.where(experience.loss_mask, raw, 0.0)

@@ -62,6 +62,7 @@ class CriticKeys(TypedDict, total=False):
     head: Literal["zero", "normal", "orthogonal"]
     shared: bool
     warmup_steps: int
+    epochs: int | None
 
 
 class SamplingKeys(TypedDict, total=False):

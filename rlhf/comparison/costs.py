@@ -115,6 +115,11 @@ def online_flops(sizes: Sizes, *, tokens: int, passes: float) -> float:
     return float(tokens * (FORWARD * forward + update))
 
 
+def critic_flops(sizes: Sizes, *, tokens: int) -> float:
+    """Estimate the FLOPs of the passes in which the critic trains alone: tokens * 6 N_critic."""
+    return float(tokens * (FORWARD + BACKWARD) * sizes.critic)
+
+
 def offline_flops(sizes: Sizes, *, tokens: int) -> float:
     """Estimate the FLOPs of an offline step.
 
@@ -180,11 +185,13 @@ class CostTracker:
             return Costs(completions=rows, generated_tokens=generated, flops=flops, seconds=seconds)
         extra = round(metrics.get("completion/extra_tokens", 0.0))  # sampled and scored, not learned from
         trained = round(metrics["completion/trained_tokens"])  # only the chosen ones, if completions are chosen
+        by_critic = round(metrics.get("critic/extra_tokens", 0.0))
         return Costs(
             completions=rows,
             generated_tokens=generated,
-            trained_tokens=trained,
+            trained_tokens=trained + by_critic,
             flops=online_flops(self.sizes, tokens=tokens, passes=trained / tokens)
+            + critic_flops(self.sizes, tokens=by_critic)
             + sampling_flops(self.sizes, tokens=extra),
             seconds=seconds,
         )

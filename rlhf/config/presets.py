@@ -45,7 +45,11 @@ EXCLUSIONS = (
     Exclusion("sharding.mode", lambda mode: not str(mode).startswith("zero"), ("sharding.deepspeed",)),
     Exclusion("sharding.mode", lambda mode: not str(mode).endswith("_offload"), ("sharding.cpu_adam",)),
     Exclusion("sharding.mode", lambda mode: not str(mode).startswith("zero3"), ("sharding.rollout",)),
-    Exclusion("critic.shared", lambda shared: shared is True, ("critic.init", "critic.lr", "critic.warmup_steps")),
+    Exclusion(
+        "critic.shared",
+        lambda shared: shared is True,
+        ("critic.init", "critic.lr", "critic.warmup_steps", "critic.epochs"),
+    ),
     Exclusion("algorithm.advantage.type", lambda kind: not has_critic(kind), ("algorithm.value_loss",)),
 )
 

@@ -177,6 +177,10 @@ class CriticConfig(OptimizerConfig, TrainedWeightsConfig):
     """Put the value head on the policy's backbone: half the memory, but coupled gradients."""
     warmup_steps: Size = 0
     """Number of initial steps that train only the critic."""
+    epochs: Count | None = None
+    """Passes of the critic over a step's completions: after batch.epochs, in which policy and critic train together,
+    the critic goes on alone (Hu et al. 2025, Open Reasoner Zero, take 12 of its steps for one of the policy's).
+    null: batch.epochs."""
 
     def check_start(self, source: Source, old_log_probs: OldLogProbs) -> None:
         """Check that the critic can start from a reward of this source, and the settings of a shared backbone."""
@@ -184,6 +188,14 @@ class CriticConfig(OptimizerConfig, TrainedWeightsConfig):
             self._check_shared(old_log_probs)
         if self.init == "reward" and source.critic_start is None:
             raise ValueError("critic.init is reward, but reward.source is not a model: use critic.init=policy")
+
+    def check_epochs(self, together: int) -> None:
+        """Check that the critic trains in every epoch that it shares with the policy."""
+        if self.epochs is not None and self.epochs < together:
+            raise ValueError(
+                f"critic.epochs is {self.epochs}, but the critic trains in each of the {together} epochs of "
+                "batch.epochs: set critic.epochs to as many or more, or remove it"
+            )
 
     def has_new_head(self, source: Source) -> bool:
         """Return whether the critic gets a new head, as far as the configuration tells."""
@@ -202,6 +214,8 @@ class CriticConfig(OptimizerConfig, TrainedWeightsConfig):
             raise ValueError(f"critic.head is {self.head}, but a shared head starts at zero: set critic.head=zero")
         if self.warmup_steps:
             raise ValueError("critic.warmup_steps trains the critic alone: not possible if critic.shared is true")
+        if self.epochs is not None:
+            raise ValueError("critic.epochs trains the critic alone: not possible if critic.shared is true")
         if old_log_probs == "sampler":
             raise ValueError(
                 "critic.shared reads its values in the pass that sampling.old_log_probs=sampler leaves out: "
@@ -662,6 +676,7 @@ class OnlineConfig(TrainSections):
             self.critic.check_optimizer("critic", self.policy.dtype, self.sharding)
             self.critic.check_trained("critic", self.policy.dtype, self.sharding, is_online=True)
             self.critic.check_start(self.reward.source, old_log_probs)
+            self.critic.check_epochs(self.batch.epochs)
         self.algorithm.check_sizes(self._step_sizes)
         self.algorithm.policy_loss.check_run(
             sharding=self.sharding.mode,

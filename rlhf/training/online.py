@@ -14,12 +14,12 @@ from rlhf.training.annotate import annotate
 from rlhf.training.backtracking import Backtracking, start_backtracking
 from rlhf.training.collect import sample_and_score
 from rlhf.training.finish import finish_step
-from rlhf.training.losses import OnlineLoss, SampledPairLoss, online_losses
-from rlhf.training.online_run import OnlineRun, demonstrations, lr_factor_at, row_order, trained_models
+from rlhf.training.losses import CriticLoss, OnlineLoss, SampledPairLoss, online_losses
+from rlhf.training.online_run import OnlineRun, demonstrations, lr_factor_at, minibatches_of, trained_models
 from rlhf.training.rollout import correction_metrics, rollout_metrics, selection_metrics
 from rlhf.training.step import LossBatch, optimizer_step
 from rlhf.training.update_record import UpdateRecord
-from rlhf.types import Experience
+from rlhf.types import Experience, SampledPairs
 
 
 def train(run: OnlineRun) -> None:
@@ -64,15 +64,26 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
     Raises:
         RewardError: the teacher of the loss does not answer; the run is saved if no weight has changed in this step.
     """
-    batch, record = run.config.batch, UpdateRecord(run)
+    record = UpdateRecord(run)
     training_rows = select_training_rows(experience, run.algorithm)  # rows, or pairs of them
     backtracking = start_backtracking(run, experience, step)
     losses = online_losses(run.models, run.objective, run.coefs)  # the policy's, then a separate critic's
-    for epoch in range(batch.epochs):
-        order = row_order(run, len(training_rows), step, epoch)
-        minibatches = order.tensor_split(min(batch.minibatches, len(order))) if len(order) else ()
-        for number, indices in enumerate(minibatches):
-            minibatch = training_rows.rows(indices.sort().values)  # keeps rows of one prompt together: they share it
+    update_together(training_rows, losses, record, step)
+    if isinstance(training_rows, Experience) and isinstance(losses[-1], CriticLoss):
+        update_critic(training_rows, losses[-1], record, step)
+    return finish_update(record, losses[0], backtracking, step)
+
+
+def update_together(
+    training_rows: Experience | SampledPairs,
+    losses: tuple[OnlineLoss | SampledPairLoss] | tuple[OnlineLoss, CriticLoss],
+    record: UpdateRecord,
+    step: int,
+) -> None:
+    """Train policy and critic for batch.epochs epochs, or until the policy has moved too far (target_kl)."""
+    run = record.run
+    for epoch in range(run.config.batch.epochs):
+        for number, minibatch in enumerate(minibatches_of(training_rows, run, step, epoch)):
             if isinstance(minibatch, Experience):  # not pairs of completions
                 minibatch = run.algorithm.advantage.of_minibatch(minibatch)
             try:
@@ -80,7 +91,7 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
                     step_metrics = optimizer_step(  # forward, ratio, loss, backward, clip, step
                         [
                             *(LossBatch(minibatch, loss) for loss in losses),
-                            *demonstrations(run, step, epoch * batch.minibatches + number),
+                            *demonstrations(run, step, epoch * run.config.batch.minibatches + number),
                         ],
                         trained_models(run, step, epoch),
                         micro_batch_size=run.rows,
@@ -91,8 +102,24 @@ def update(experience: Experience, run: OnlineRun, step: int) -> Metrics:
                 raise run.session.explain_update(error, changed=record.steps > 0) from error
             record.add(step_metrics, minibatch, losses[0])
             if record.should_stop:
-                return finish_update(record, losses[0], backtracking, step)
-    return finish_update(record, losses[0], backtracking, step)
+                return
+
+
+def update_critic(training_rows: Experience, loss: CriticLoss, record: UpdateRecord, step: int) -> None:
+    """Train the critic alone in the epochs that critic.epochs has beyond batch.epochs."""
+    run = record.run
+    assert run.critic is not None
+    for epoch in range(run.config.batch.epochs, run.config.critic.epochs or 0):
+        for minibatch in minibatches_of(training_rows, run, step, epoch):
+            with weights_cast_once():
+                step_metrics = optimizer_step(
+                    [LossBatch(minibatch, loss)],
+                    [run.critic],
+                    micro_batch_size=run.rows,
+                    lr_factor=lr_factor_at(run, step),
+                    ranks=run.session.ranks,
+                )
+            record.add_critic(step_metrics, minibatch)
 
 
 def finish_update(

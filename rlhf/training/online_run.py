@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from jaxtyping import Int
@@ -14,6 +15,7 @@ from rlhf.algo.kl import Coefs
 from rlhf.algorithms.correction import Correction
 from rlhf.algorithms.online import Online
 from rlhf.algorithms.sft import Sft
+from rlhf.batching import Batch
 from rlhf.config.sections import OnlineConfig
 from rlhf.models.policy_models import Ema, Models
 from rlhf.objective import Objective
@@ -33,6 +35,8 @@ from rlhf.training.session import Session
 from rlhf.training.step import LossBatch
 from rlhf.training.watch import WatchingJudge
 from rlhf.types import Demonstrations, Prompts
+
+RowsT = TypeVar("RowsT", bound=Batch)
 
 NO_GRAD_BATCH_MULTIPLIER = 4  # size of a pass without gradient, in micro-batches
 
@@ -117,6 +121,13 @@ def row_order(run: OnlineRun, rows: int, step: int, epoch: int) -> Int[Tensor, "
     if not run.config.batch.shuffle:
         return torch.arange(rows)
     return torch.randperm(rows, generator=generator(run.config.run.seed, "order", step, epoch))
+
+
+def minibatches_of(rows: RowsT, run: OnlineRun, step: int, epoch: int) -> Iterator[RowsT]:
+    """Deal the rows of an epoch to its minibatches; rows of one prompt stay together, since they share its pass."""
+    order = row_order(run, len(rows), step, epoch)
+    for indices in order.tensor_split(min(run.config.batch.minibatches, len(order))) if len(order) else ():
+        yield rows.rows(indices.sort().values)
 
 
 def lr_factor_at(run: OnlineRun, step: int) -> float:

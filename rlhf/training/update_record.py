@@ -20,6 +20,7 @@ class UpdateRecord:
     steps: int = 0
     steps_taken: int = 0  # less those skipped for a NaN, or in which the policy had no gradient
     tokens: int = 0
+    critic_tokens: int = 0  # of the passes in which the critic trained alone
     last_kl: float = 0.0
     should_stop: bool = False  # the policy has moved too far from the one that sampled (target_kl)
 
@@ -44,10 +45,24 @@ class UpdateRecord:
         self.last_kl = step_metrics["kl/old"]
         self.should_stop = target_kl is not None and self.last_kl > 1.5 * target_kl
 
+    def add_critic(self, step_metrics: Metrics, minibatch: Experience) -> None:
+        """Count an optimizer step of the critic alone.
+
+        Raises:
+            DivergenceError: too many in a row could not be taken.
+        """
+        self.run.session.check_update(step_metrics)
+        means = step_metrics.means()
+        means.pop("loss/total", None)  # the other steps' has the policy's loss
+        self.metrics.update(means)
+        self.critic_tokens += count_tokens(minibatch)
+
     def finish(self) -> Metrics:
         """Return the metrics of the whole update."""
         self.metrics.add("policy/optimizer_steps", float(self.steps_taken))
         self.metrics.add("completion/trained_tokens", float(self.tokens))
+        if self.critic_tokens:
+            self.metrics.add("critic/extra_tokens", float(self.critic_tokens))
         if self.steps:
             self.metrics.add("kl/old_last", self.last_kl)
         else:  # nothing to train on: no optimizer step was skipped
