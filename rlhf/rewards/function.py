@@ -197,8 +197,13 @@ class FunctionReward:
             RewardError: the function fails, times out, or does not return one finite number per completion.
         """
         texts = decode(completions, self.tokenizer).as_in_rows()
-        with UserCode(f"the reward function {self.target!r}", f" ({_call_info(texts)})"):
-            result = self._call(texts)
+        code = UserCode(f"the reward function {self.target!r}", f" ({_call_info(texts)})")
+        with code:
+            try:
+                result = self._call(texts)
+            except KeyError:  # most often of a column
+                code.context += f". {_columns_info(texts)}"
+                raise
         values, parts = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(parts, Mapping):  # a tuple of two scores
             values, parts = result, {}
@@ -313,3 +318,8 @@ def _check_arguments(
 def _call_info(texts: Texts) -> str:
     first = f"; the first: {quoted(texts.completions[0])}" if texts.completions else ""
     return f"called with {len(texts.completions)} completions{first}"
+
+
+def _columns_info(texts: Texts) -> str:
+    known = sorted({name for row in texts.references for name in row} - {MESSAGES, CONVERSATION})
+    return f"The rows have the columns {', '.join(known)}" if known else "The rows have no columns"

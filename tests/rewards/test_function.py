@@ -170,6 +170,18 @@ def test_what_is_no_list_of_finite_numbers_is_named(value: str, message: str, tm
     assert "mine.py:score" in str(caught.value)
 
 
+def test_a_column_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    body = "def score(prompts, completions, references):\n    return [row['sentence'] for row in references]\n"
+    reward = FunctionReward(written(tmp_path, body), {}, tokenizer())
+    rows = replace(three(), references=({"prompt": "p", "answer": "x"},) * 3)
+    with pytest.raises(
+        RewardError, match=r"KeyError: 'sentence' at .*mine\.py:2 .*The rows have the columns answer, prompt"
+    ):
+        reward(rows)
+    with pytest.raises(RewardError, match="The rows have no columns"):
+        reward(replace(three(), references=({},) * 3))
+
+
 @pytest.mark.parametrize(
     "raised", ["ValueError('bad answer')", "KeyError('answer')", "type('Odd', (Exception,), {})('bad answer')"]
 )
