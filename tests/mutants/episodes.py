@@ -20,10 +20,8 @@ EPISODES = [
     Mutant(
         name="observations-in-gae",
         file="rlhf/algorithms/gae.py",
-        before="            mask,\n            gamma=self.gamma,\n"
-        "            gae_lambda=self.gae_lambda,\n            turns=",
-        after="            rollout.completion_mask,\n            gamma=self.gamma,\n"
-        "            gae_lambda=self.gae_lambda,\n            turns=",
+        before="partial(gae, rewards, rollout.values, mask,",
+        after="partial(gae, rewards, rollout.values, rollout.completion_mask,",
         why="values of observations are steps of the recursion (verl 7278)",
         tests=EXACT,
     ),

@@ -60,7 +60,7 @@ PART_OF_THE_RUN = (
     *(f"sampling.{name}" for name in ("top_k", "top_p", "min_p")),
     *(f"batch.{name}" for name in ("prompts_per_step", "epochs", "minibatches", "shuffle")),
     *(f"sampling.{name}" for name in ("completions_per_prompt", "max_new_tokens", "temperature", "old_log_probs")),
-    *(f"critic.{name}" for name in ("init", "head", "shared", "warmup_steps")),
+    *(f"critic.{name}" for name in ("init", "head", "shared", "warmup_steps", "epochs")),
     *(
         f"{model}.{name}"
         for model in ("policy", "critic", "model")
