@@ -7,7 +7,8 @@
 Per arm and seed: the share of held-out prompts whose answer parses, is right, and is right and nothing else (with
 Wilson's 95 % intervals), the KL to the start, the answers' length, the mean effective sample size of importance
 weights, and the training's time and memory. Writes JSON, with the variance that the critic explains in each half of
-the run and the share of right answers in each eighth of training, and prints the rows of a Markdown table.
+the run (over all tokens, and among tokens at one position) and the share of right answers in each eighth of training,
+and prints the rows of a Markdown table.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ def read_cell(folder: Path) -> dict[str, Any]:
     lines = read_lines(folder / "metrics.jsonl")
     if sizes := [line["correction/ess"] for line in lines if "correction/ess" in line]:
         rows["effective_sample_size"] = statistics.mean(sizes)
-    if explained := [line["critic/explained_variance"] for line in lines if "critic/explained_variance" in line]:
-        half = len(explained) // 2
-        rows["explained_variance"] = [statistics.mean(explained[:half]), statistics.mean(explained[half:])]
+    for name in ("explained_variance", "explained_beyond_position"):
+        if explained := [line[f"critic/{name}"] for line in lines if f"critic/{name}" in line]:
+            half = len(explained) // 2
+            rows[name] = [statistics.mean(explained[:half]), statistics.mean(explained[half:])]
     if met := [line["part/full/mean"] for line in lines if "part/full/mean" in line]:
         rows["full_in_training"] = [statistics.mean(met[i * len(met) // 8 : (i + 1) * len(met) // 8]) for i in range(8)]
     return rows
