@@ -67,7 +67,7 @@ def _variants(folder: Path) -> dict[str, Tree]:
         "ppo_shared": {"critic": {"shared": True}},
         "ppo_ema": {"policy": {"ema_decay": 0.5}},
         "ppo_checkpointing": {"policy": {"gradient_checkpointing": True}},
-        "ppo_warmup": {"critic": {"warmup_steps": 2}, "algorithm": {"target_kl": 0.001}},
+        "ppo_warmup": {"critic": {"warmup_steps": 2, "epochs": 3}, "algorithm": {"target_kl": 0.001}},
         "ppo_one_row": {"batch": {"prompts_per_step": 8, "minibatches": 8, "epochs": 1}},  # a process has no row
         "ppo_mixed": {"data": {"prompts": {"path": "", **_mixed(prompts_file(folder))}}},
         "ppo_ptx": {"algorithm": {"ptx_coef": 0.5}, "data": {"sft": {"path": str(_sft_file(folder))}}},

@@ -131,7 +131,7 @@ RESUMABLE: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm": {"kl": {"controller": {"type": "adaptive", "target": 1.0, "horizon": 100}}}},
     "warm, averaged, early stop": {
         "policy": {"ema_decay": 0.5},
-        "critic": {"warmup_steps": 1},
+        "critic": {"warmup_steps": 1, "epochs": 3},
         "algorithm": {"target_kl": 0.001},
         "schedule": {"warmup_steps": 2, "decay": "cosine"},
     },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +91,6 @@ def test_the_critic_goes_on_if_the_policy_stops(tmp_path: Path) -> None:
     assert line["policy/optimizer_steps"] < 4
     whole = line["completion/trained_tokens"] * 4 / line["policy/optimizer_steps"]  # of two epochs
     assert line["critic/extra_tokens"] == pytest.approx(whole, rel=0.2)
-
-
-def test_a_resumed_run_with_more_epochs_is_the_run(tmp_path: Path) -> None:
-    tree = ppo_tree(tmp_path, **MORE_EPOCHS, checkpoint={"every": 2}, eval={"every": 4})
-    whole, expected = trained(tree), (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
-    resumed = trained(tree)
-    assert resumed.session.resumed
-    assert whole.models.critic is not None
-    assert resumed.models.critic is not None
-    assert largest_difference(weights(whole.models.critic), weights(resumed.models.critic)) == 0.0
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == expected
 
 
 def test_the_epochs_alone_are_paid_for(tmp_path: Path) -> None:
