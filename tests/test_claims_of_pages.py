@@ -355,7 +355,7 @@ def test_the_seed_of_ppo_that_lacks_types(monkeypatch: pytest.MonkeyPatch) -> No
     text = " ".join(page("docs/experiments/json.md").split(ON_A_GPU)[1].split())
     cells = read("compare_json_h200.json")["ppo"]
     told = re.search(
-        r"PPO on average \((\d+) %\) and in two of three\. PPO's third seed stays at (\d+) %: (\d+) % of its answers "
+        r"PPO (\d+) % on average\. PPO's third seed stays at (\d+) %: (\d+) % of its answers "
         r"parse and (\d+) % have the right keys, so that it lacks the types\. (\d+) of the 200 prompts ask for "
         r"an array",
         text,
