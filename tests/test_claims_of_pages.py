@@ -1137,6 +1137,14 @@ def test_what_smollm2_learned_of_a_game() -> None:
         assert wrong(shown, values) == [], row
         seen.add((label.lower(), seed))
     assert seen == {(name, seed) for name, seeds in runs.items() for seed in seeds}
+    rounded, dithered = (
+        runs[name][seed]["return_by_15_steps"] for name, seed in (("grpo", "0"), ("grpo with dither", "1"))
+    )
+    (curves,) = re.findall(
+        r"after 75 steps \((.\d+)\), and is (.\d+) in .*? dither it is (.\d+) in .*? and (.\d+) in the last 15",
+        " ".join(page("docs/agents.md").split()),
+    )
+    assert wrong([f"0{end}" for end in curves], [rounded[4], rounded[-1], dithered[2], dithered[-1]]) == []
     more = read("agents_smollm2.json")["more_sft"]
     (told,) = re.findall(
         r"more such games .*? wins (.*?) of 100 held-out games, and (.*?) before", page("docs/agents.md")
@@ -1150,6 +1158,10 @@ def test_what_smollm2_learned_of_a_game() -> None:
     )
     assert told is not None
     assert wrong(list(told.groups()), won_by) == []
+    by_grpo = re.findall(r"GRPO with dither (\d+) %, from (\d+) \(one seed\)", page("docs/results.md"))
+    assert (
+        wrong(list(by_grpo[0]), [100 * runs["grpo with dither"]["1"][key] / 64 for key in ("won", "start_won")]) == []
+    )
 
 
 def agent_cells(task: str) -> list[dict[str, Any]]:
