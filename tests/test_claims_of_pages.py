@@ -228,6 +228,36 @@ def test_the_suites_on_the_models_of_detox() -> None:
         assert wrong(numbers(told), [-100 * gain[key] for key in ("value", "high", "low")]) == [], pattern
 
 
+def test_the_suites_on_the_models_of_the_pairs_with_own_samples() -> None:
+    models, seen = read("alignment_detox_own.json")["models"], set()
+    columns = [
+        ("gsm8k", "pass_at_1"),
+        ("truthfulqa", "mc1"),
+        ("persona", "matching_rate"),
+        ("hh", "logprob_accuracy"),
+        ("hh", "win_rate_start"),
+    ]
+    names = {"SFT on 800 rewrites, the start": "start", "GRPO, its KL in the reward": "grpo_kl_in_reward"}
+    section = page("docs/experiments/detox.md").split("tables above leave out")[1].split("\n#")[0]
+    for row in rows(section):
+        if len(row) != 6 or row[0].startswith("%"):
+            continue
+        model = f"{names.get(row[0], row[0].lower())}-seed-0"
+        for cell, (suite, name) in zip(row[1:], columns, strict=True):
+            if cell == "–":
+                continue
+            figure = models[model][suite]["figures"][name]
+            assert wrong(numbers(cell), [100 * figure[key] for key in ("value", "low", "high")]) == [], row
+        seen.add(model)
+    assert seen == set(models)
+    one_line = " ".join(section.split())
+    (chance,) = re.findall(r"near chance \(([\d.]+) %\)", one_line)
+    assert wrong([chance], [100 * models["start-seed-0"]["truthfulqa"]["figures"]["chance_mc1"]["value"]]) == []
+    (said_yes,) = re.findall(r"says yes to (\d+) to (\d+) %", one_line)
+    rates = [100 * model["persona"]["figures"]["yes_rate"]["value"] for model in models.values()]
+    assert wrong(list(said_yes), [min(rates), max(rates)]) == []
+
+
 def test_the_suites_on_the_other_models_of_detox() -> None:
     models, seen = read("alignment_detox_more.json")["models"], set()
     names = {"SFT on 800 rewrites, the start": "start", "DPO, pairs of the start's samples": "dpo_sampled"}
