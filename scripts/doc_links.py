@@ -22,6 +22,7 @@ PAPERS = {
     "Andrychowicz et al. 2021": "2006.05990",
     "Azar et al. 2024": "2310.12036",
     "Chowdhury et al. 2024": "2403.00409",
+    "Cobbe et al. 2020": "2009.04416",
     "Coste et al. 2024": "2310.02743",
     "Cui et al. 2025": "2505.22617",
     "Dong et al. 2023": "2304.06767",

@@ -179,17 +179,27 @@ def test_distillation_on_json() -> None:
     assert seen == {(arm, seed) for arm, cells in measured.items() for seed in cells if arm != "start" or seed == "0"}
 
 
-def test_the_suites_on_the_models_of_json() -> None:
-    models, seen = read("alignment_evals.json")["models"], set()
-    columns = [("blimp", "accuracy"), ("harmful", "refused"), ("xstest", "refused_unsafe"), ("toxicity", "toxic")]
-    for row in rows(page("docs/experiments/json.md").split("### What else")[1].split(ON_A_GPU)[0]):
-        if (arm := JSON_ARMS.get(row[0])) is None:
+def check_suites(section: str, file: str, columns: list[tuple[str, str]], names: dict[str, str]) -> dict[str, Any]:
+    """Each row of the table is a model's figures in percent (of J the share), and each model has a row."""
+    models, seen = read(file)["models"], set()
+    for label, *cells in rows(section):
+        if len(cells) != len(columns) or label.startswith("%"):
             continue
-        for cell, (suite, name) in zip(row[1:], columns, strict=True):
-            figure = models[f"{arm}-seed-0"][suite]["figures"][name]
-            assert wrong(numbers(cell), [100 * figure[key] for key in ("value", "low", "high")]) == [], row
-        seen.add(arm)
-    assert {f"{arm}-seed-0" for arm in seen} == set(models)
+        model = f"{names.get(label, label.replace(' ', '_').lower())}-seed-0"
+        for cell, (suite, name) in zip(cells, columns, strict=True):
+            figure = models[model][suite]["figures"][name]
+            scale, shown = (1, cell.replace(".", "0.")) if suite == "detox" else (100, cell)
+            values = [scale * figure[key] for key in ("value", "low", "high")]
+            assert cell == "–" or wrong(numbers(shown), values) == [], (label, suite)
+        seen.add(model)
+    assert seen == set(models)
+    return dict(models)
+
+
+def test_the_suites_on_the_models_of_json() -> None:
+    columns = [("blimp", "accuracy"), ("harmful", "refused"), ("xstest", "refused_unsafe"), ("toxicity", "toxic")]
+    section = page("docs/experiments/json.md").split("### What else")[1].split("\n## ")[0]
+    models = check_suites(section, "alignment_evals.json", columns, JSON_ARMS)
     assert all(model["xstest"]["figures"]["refused_safe"]["value"] == 0 for model in models.values())
 
 
@@ -202,20 +212,16 @@ COLUMNS = [
 ]
 
 
+DETOX_ARMS = {
+    "SFT on 800 rewrites, the start": "start",
+    "GRPO, its KL in the reward": "grpo_kl_in_reward",
+    "DPO, pairs of the start's samples": "dpo_sampled",
+}
+
+
 def test_the_suites_on_the_models_of_detox() -> None:
-    models, seen = read("alignment_detox.json")["models"], set()
-    names = {"SFT on 800 rewrites, the start": "start", "GRPO, its KL in the reward": "grpo_kl_in_reward"}
-    for row in rows(
-        page("docs/experiments/detox.md").split("### What else")[1].split("arms were trained once more")[0]
-    ):
-        if len(row) != 6 or row[0].startswith("%"):
-            continue
-        arm = names.get(row[0], row[0].lower())
-        for cell, (suite, name) in zip(row[1:], COLUMNS, strict=True):
-            figure = models[f"{arm}-seed-0"][suite]["figures"][name]
-            assert wrong(numbers(cell), [100 * figure[key] for key in ("value", "low", "high")]) == [], row
-        seen.add(f"{arm}-seed-0")
-    assert seen == set(models)
+    section = page("docs/experiments/detox.md").split("### What else")[1].split("arms were trained once more")[0]
+    models = check_suites(section, "alignment_detox.json", COLUMNS, DETOX_ARMS)
     one_line = " ".join(page("docs/experiments/detox.md").split())
     for pattern, arm, suite, name in (
         (r"instructions of (.*?) points fewer of IFEval", "grpo", "ifeval", "prompt_strict"),
@@ -229,7 +235,6 @@ def test_the_suites_on_the_models_of_detox() -> None:
 
 
 def test_the_suites_on_the_models_of_the_pairs_with_own_samples() -> None:
-    models, seen = read("alignment_detox_own.json")["models"], set()
     columns = [
         ("gsm8k", "pass_at_1"),
         ("truthfulqa", "mc1"),
@@ -237,19 +242,8 @@ def test_the_suites_on_the_models_of_the_pairs_with_own_samples() -> None:
         ("hh", "logprob_accuracy"),
         ("hh", "win_rate_start"),
     ]
-    names = {"SFT on 800 rewrites, the start": "start", "GRPO, its KL in the reward": "grpo_kl_in_reward"}
     section = page("docs/experiments/detox.md").split("tables above leave out")[1].split("\n#")[0]
-    for row in rows(section):
-        if len(row) != 6 or row[0].startswith("%"):
-            continue
-        model = f"{names.get(row[0], row[0].lower())}-seed-0"
-        for cell, (suite, name) in zip(row[1:], columns, strict=True):
-            if cell == "–":
-                continue
-            figure = models[model][suite]["figures"][name]
-            assert wrong(numbers(cell), [100 * figure[key] for key in ("value", "low", "high")]) == [], row
-        seen.add(model)
-    assert seen == set(models)
+    models = check_suites(section, "alignment_detox_own.json", columns, DETOX_ARMS)
     one_line = " ".join(section.split())
     (chance,) = re.findall(r"near chance \(([\d.]+) %\)", one_line)
     assert wrong([chance], [100 * models["start-seed-0"]["truthfulqa"]["figures"]["chance_mc1"]["value"]]) == []
@@ -259,20 +253,10 @@ def test_the_suites_on_the_models_of_the_pairs_with_own_samples() -> None:
 
 
 def test_the_suites_on_the_other_models_of_detox() -> None:
-    models, seen = read("alignment_detox_more.json")["models"], set()
-    names = {"SFT on 800 rewrites, the start": "start", "DPO, pairs of the start's samples": "dpo_sampled"}
-    figures = [("detox", "j"), *COLUMNS]
-    section = page("docs/experiments/detox.md").split("arms were trained once more")[1].split("### The same chain")[0]
-    for row in rows(section):
-        if len(row) != 7 or row[0].startswith("%"):
-            continue
-        model = f"{names.get(row[0], row[0].replace(' ', '_').lower())}-seed-0"
-        for cell, (suite, name) in zip(row[1:], figures, strict=True):
-            figure = models[model][suite]["figures"][name]
-            scale, shown = (1, cell.replace(".", "0.")) if suite == "detox" else (100, cell)
-            assert wrong(numbers(shown), [scale * figure[key] for key in ("value", "low", "high")]) == [], row
-        seen.add(model)
-    assert seen == set(models)
+    section = (
+        page("docs/experiments/detox.md").split("arms were trained once more")[1].split("tables above leave out")[0]
+    )
+    models = check_suites(section, "alignment_detox_more.json", [("detox", "j"), *COLUMNS], DETOX_ARMS)
     one_line = " ".join(section.split())
     for pattern, arm, suite, name, scale in (
         (r"less\*\*: (.*?\]) points fewer", "online_dpo", "ifeval", "prompt_strict", -100),

@@ -185,5 +185,8 @@ class Gae(Advantage):
         if not self.whiten or self.whitens_minibatches:
             return experience.advantages
         raw = experience.stale_advantages
-        raw = self._estimate(experience, experience.rewards)[0] if raw is None else raw
+        if raw is None and self.critic_lambda is None:
+            raw = experience.returns - experience.values
+        elif raw is None:  # the targets have another λ
+            raw, _ = self._estimate(experience, experience.rewards)
         return torch.where(experience.loss_mask, raw, 0.0)

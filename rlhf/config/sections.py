@@ -179,8 +179,8 @@ class CriticConfig(OptimizerConfig, TrainedWeightsConfig):
     """Number of initial steps that train only the critic."""
     epochs: Count | None = None
     """Passes of the critic over a step's completions: after batch.epochs, in which policy and critic train together,
-    the critic goes on alone (Hu et al. 2025, Open Reasoner Zero, take 12 of its steps for one of the policy's).
-    null: batch.epochs."""
+    the critic goes on alone (a critic tolerates more passes over the same samples than a policy; Cobbe et al. 2020,
+    PPG). null: batch.epochs."""
 
     def check_start(self, source: Source, old_log_probs: OldLogProbs) -> None:
         """Check that the critic can start from a reward of this source, and the settings of a shared backbone."""

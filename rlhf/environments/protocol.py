@@ -57,9 +57,7 @@ class ResetResult:
 
     observation: Observation
     tools: tuple[Mapping[str, Any], ...] = ()  # as chat templates take them; an environment's `tool_schemas`
-    has_last_reward: bool = (
-        False  # the environment has a reward if a limit of the run ends the episode; `reward_at_limit`
-    )
+    has_last_reward: bool = False  # the environment has `reward_at_limit`, for an episode that a limit of the run ends
 
 
 @dataclass(frozen=True)

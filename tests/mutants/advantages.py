@@ -216,8 +216,8 @@ ADVANTAGES = [
     Mutant(
         name="raw-advantages-from-targets",
         file="rlhf/algorithms/gae.py",
-        before="raw = self._estimate(experience, experience.rewards)[0] if raw is None else raw",
-        after="raw = experience.returns - experience.values if raw is None else raw",
+        before="if raw is None and self.critic_lambda is None:",
+        after="if raw is None:",
         why="the targets have another λ than the advantages",
         tests=("tests/algo/test_critic_lambda.py",),
     ),
