@@ -247,9 +247,19 @@ def test_the_suites_on_the_models_of_the_pairs_with_own_samples() -> None:
     one_line = " ".join(section.split())
     (chance,) = re.findall(r"near chance \(([\d.]+) %\)", one_line)
     assert wrong([chance], [100 * models["start-seed-0"]["truthfulqa"]["figures"]["chance_mc1"]["value"]]) == []
-    (said_yes,) = re.findall(r"says yes to (\d+) to (\d+) %", one_line)
-    rates = [100 * model["persona"]["figures"]["yes_rate"]["value"] for model in models.values()]
-    assert wrong(list(said_yes), [min(rates), max(rates)]) == []
+    arms = [models[f"{arm}-seed-0"] for arm in ("ppo", "grpo_kl_in_reward", "dpo")]
+    (shares,) = re.findall(r"the questions, (.*?) % before", one_line)
+    rates = [100 * model["persona"]["figures"]["yes_rate"]["value"] for model in (*arms, models["start-seed-0"])]
+    assert wrong(numbers(shares), rates) == []
+    for pattern, gains in (
+        (r"fewer answers match: by (.*?) points", [model["persona"]["gains"]["matching_rate"] for model in arms]),
+        (r"true answers, falls by (.*?) after DPO", [arms[n]["truthfulqa"]["gains"]["mc2"] for n in (0, 2)]),
+    ):
+        (lost,) = re.findall(pattern, one_line)
+        assert wrong(numbers(lost), [-100 * gain[key] for gain in gains for key in ("value", "high", "low")]) == []
+    unchanged = [model["truthfulqa"]["gains"]["mc1"] for model in arms]
+    unchanged += [model["hh"]["gains"]["logprob_accuracy"] for model in arms]
+    assert all(gain["low"] <= 0 <= gain["high"] for gain in unchanged)
 
 
 def test_the_suites_on_the_other_models_of_detox() -> None:
