@@ -228,7 +228,7 @@ critic/return         | score    | mean return
     chart/critic: 2
 critic/grad_norm      | -        | global gradient norm before clipping
     chart/optimization: 2
-critic/extra_tokens   | tokens   | prompt and completion tokens of passes that train the critic alone (critic.epochs)
+critic/extra_tokens   | tokens   | prompt and completion tokens of passes that train the critic alone
 critic/lr             | -        | learning rate
     curve: exact; chart/optimization: 1
 advantage/mean        | score    | mean advantage per token, before whitening

@@ -15,7 +15,7 @@ from rlhf.training.backtracking import Backtracking, start_backtracking
 from rlhf.training.collect import sample_and_score
 from rlhf.training.finish import finish_step
 from rlhf.training.losses import CriticLoss, OnlineLoss, SampledPairLoss, online_losses
-from rlhf.training.online_run import OnlineRun, demonstrations, lr_factor_at, minibatches_of, trained_models
+from rlhf.training.online_run import OnlineRun, demonstrations, epochs_together, lr_factor_at, minibatches_of
 from rlhf.training.rollout import correction_metrics, rollout_metrics, selection_metrics
 from rlhf.training.step import LossBatch, optimizer_step
 from rlhf.training.update_record import UpdateRecord
@@ -80,9 +80,10 @@ def update_together(
     record: UpdateRecord,
     step: int,
 ) -> None:
-    """Train policy and critic for batch.epochs epochs, or until the policy has moved too far (target_kl)."""
+    """Train policy and critic for as many epochs as the policy has, or until it has moved too far (target_kl)."""
     run = record.run
-    for epoch in range(run.config.batch.epochs):
+    trained = [run.policy] if run.critic is None else [run.policy, run.critic]
+    for epoch in range(epochs_together(run, step)):
         for number, minibatch in enumerate(minibatches_of(training_rows, run, step, epoch)):
             if isinstance(minibatch, Experience):  # not pairs of completions
                 minibatch = run.algorithm.advantage.of_minibatch(minibatch)
@@ -93,7 +94,7 @@ def update_together(
                             *(LossBatch(minibatch, loss) for loss in losses),
                             *demonstrations(run, step, epoch * run.config.batch.minibatches + number),
                         ],
-                        trained_models(run, step, epoch),
+                        trained,
                         micro_batch_size=run.rows,
                         lr_factor=lr_factor_at(run, step),
                         ranks=run.session.ranks,
@@ -106,10 +107,11 @@ def update_together(
 
 
 def update_critic(training_rows: Experience, loss: CriticLoss, record: UpdateRecord, step: int) -> None:
-    """Train the critic alone in the epochs that critic.epochs has beyond batch.epochs."""
+    """Train the critic alone in its epochs after the policy's, even if target_kl ended those early."""
     run = record.run
     assert run.critic is not None
-    for epoch in range(run.config.batch.epochs, run.config.critic.epochs or 0):
+    epochs = max(run.config.batch.epochs, run.config.critic.epochs or 0)
+    for epoch in range(epochs_together(run, step), epochs):
         for minibatch in minibatches_of(training_rows, run, step, epoch):
             with weights_cast_once():
                 step_metrics = optimizer_step(

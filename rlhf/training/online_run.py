@@ -96,11 +96,11 @@ class OnlineRun:
         return self.config.sampling.correction if self.config.sampling.corrects else None
 
 
-def trained_models(run: OnlineRun, step: int, epoch: int) -> list[TrainableModel]:
-    """Return the models to train: the critic alone during its warm-up, and once a step that is searched is taken."""
-    stepped = epoch > 0 and run.algorithm.policy_loss.searches
-    policy = [] if is_warming_up(run, step) or stepped else [run.policy]
-    return policy + ([run.critic] if run.critic is not None else [])
+def epochs_together(run: OnlineRun, step: int) -> int:
+    """Return the epochs that train the policy: none in the critic's warm-up, one if the policy's step is searched."""
+    if is_warming_up(run, step):
+        return 0
+    return 1 if run.algorithm.policy_loss.searches else run.config.batch.epochs
 
 
 def demonstrations(run: OnlineRun, step: int, update: int) -> list[LossBatch]:

@@ -65,7 +65,7 @@ class UpdateRecord:
             self.metrics.add("critic/extra_tokens", float(self.critic_tokens))
         if self.steps:
             self.metrics.add("kl/old_last", self.last_kl)
-        else:  # nothing to train on: no optimizer step was skipped
+        elif not self.critic_tokens:  # nothing to train on: no optimizer step was skipped
             self.run.session.check_update(self.metrics)
         if self.run.algorithm.target_kl is not None:
             self.metrics.add("policy/early_stop", float(self.should_stop))

@@ -19,17 +19,17 @@ from rlhf.training.online import train
 from rlhf.training.online_run import OnlineRun
 
 
-def poison(run: OnlineRun, steps: set[int], value: float = math.nan) -> None:
-    """Spoil the loss in these steps."""
-    policy_term = run.objective.policy_term
+def poison(run: OnlineRun, steps: set[int], value: float = math.nan, name: str = "policy") -> None:
+    """Spoil this term of the loss in these steps."""
+    term = getattr(run.objective, f"{name}_term")
 
     def spoiled(*args: Any) -> Any:
-        terms, observed = policy_term(*args)
+        terms, observed = term(*args)
         if run.session.state.step + 1 in steps:
-            terms["policy"] = terms["policy"] * value
+            terms[name] = terms[name] * value
         return terms, observed
 
-    run.objective.policy_term = spoiled  # type: ignore[method-assign]
+    setattr(run.objective, f"{name}_term", spoiled)
 
 
 def notes(run: Any) -> list[str]:
@@ -75,6 +75,18 @@ def test_too_many_in_a_row_stop_the_run_at_the_last_good_checkpoint(tmp_path: Pa
     assert largest_difference(weights(whole.models.policy), weights(healed.models.policy)) == 0.0
     a, b = (tmp_path / name / "metrics.jsonl" for name in ("whole", "run"))
     assert a.read_bytes() == b.read_bytes()
+
+
+@pytest.mark.parametrize("warmup, steps", [(0, 2), (1, 2), (1, 1)])
+def test_a_bad_value_is_counted_with_the_policy_and_without_it(tmp_path: Path, warmup: int, steps: int) -> None:
+    """Each of 2 epochs of 2 minibatches once, whether the critic trains alone in the first step or not."""
+    settings = {"critic": {"warmup_steps": warmup}, "schedule": {"steps": steps}, "eval": {"every": 0}}
+    run = online(ppo_tree(tmp_path, **settings), "guard.allow=[critic-warmup-covers-the-run]")
+    poison(run, {1}, name="value")
+    train(run)
+    counts = [row["skipped/nonfinite"] for row in run.session.recorder.folder.read_metrics()[1:]]
+    assert counts == [4.0] * steps
+    assert run.session.state.bad_in_a_row == (4 if steps == 1 else 0)
 
 
 def test_a_good_step_ends_the_row(tmp_path: Path) -> None:

@@ -83,6 +83,34 @@ def test_the_epochs_alone_are_optimizer_steps_of_the_value_loss(tmp_path: Path) 
         run.session.recorder.close()
 
 
+def test_the_warm_up_is_the_same_training_of_the_critic_without_the_policys_passes(tmp_path: Path) -> None:
+    both = trained(ppo_tree(tmp_path / "a"), "schedule.steps=1")
+    allowed = "guard.allow=[critic-warmup-covers-the-run]"
+    warm = trained(ppo_tree(tmp_path / "b", critic={"warmup_steps": 1}), "schedule.steps=1", allowed)
+    assert both.models.critic is not None
+    assert warm.models.critic is not None
+    assert largest_difference(weights(both.models.critic), weights(warm.models.critic)) == 0.0
+    (beside,), (alone,) = lines(both), lines(warm)
+    assert alone["critic/extra_tokens"] == beside["completion/trained_tokens"]
+    assert alone["completion/trained_tokens"] == alone["policy/optimizer_steps"] == 0.0
+    assert "loss/policy" in beside
+    assert not {"loss/policy", "kl/old", "kl/old_last", "policy/first_ratio_deviation"} & set(alone)
+    assert alone["loss/value"] == beside["loss/value"]
+
+
+def test_the_critic_trains_alone_once_the_policys_step_is_searched(tmp_path: Path) -> None:
+    settings = {"batch": {"epochs": 3, "minibatches": 1}, "policy": {"lora": {"r": 1}}}
+    clipped = trained(ppo_tree(tmp_path / "a", **settings), "schedule.steps=1")
+    searched = trained(ppo_tree(tmp_path / "b", **settings), "schedule.steps=1", "algorithm.preset=trpo")
+    assert clipped.models.critic is not None
+    assert searched.models.critic is not None
+    assert largest_difference(weights(clipped.models.critic), weights(searched.models.critic)) == 0.0
+    (of_three,), (of_one,) = lines(clipped), lines(searched)
+    assert of_one["policy/optimizer_steps"] == 1.0
+    assert of_one["completion/trained_tokens"] + of_one["critic/extra_tokens"] == of_three["completion/trained_tokens"]
+    assert of_one["critic/extra_tokens"] == 2 * of_one["completion/trained_tokens"]
+
+
 def test_the_critic_goes_on_if_the_policy_stops(tmp_path: Path) -> None:
     settings = {"batch": {"epochs": 2, "minibatches": 2}, "algorithm": {"target_kl": 1e-9}}
     run = trained(ppo_tree(tmp_path, **settings, critic={"epochs": 4}), "schedule.steps=1")
