@@ -350,7 +350,10 @@ def _csv_rows(path: Path, skips: RowCounts) -> Iterator[DataRow]:
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            skips.add(DataRow({}, str(path), number), "not CSV", one_line(error))
+            reason = f"check the quotes: {one_line(error)}"
+            # A quote that is not closed takes the lines after it: each of them is a row that is lost.
+            for lost in range(number, reader.line_num + 1):
+                skips.add(DataRow({}, str(path), lost), "not CSV", reason if lost == number else "")
             continue
         if cells is None:
             return

@@ -83,6 +83,17 @@ def test_ragged_rows_of_a_table_are_skipped(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
+    "end, used, error", [("", ["1"], "unexpected end of data"), ('7,"8"\n9,0\n', ["1", "9"], "',' expected after '\"'")]
+)
+def test_every_line_that_an_open_quote_takes_is_counted(write: Write, end: str, used: list[str], error: str) -> None:
+    skips = RowCounts("t")
+    rows = load_rows(DatasetConfig(path=write('a,b\n1,2\n3,"4\n' + "5,6\n" * 10 + end, "t.csv")), skips)
+    assert [row.values["a"] for row in rows] == used
+    assert skips.skipped == 11 + bool(end)
+    assert f"t.csv:3 (check the quotes: {error}), t.csv:4, t.csv:5, ..." in skips.reasons()
+
+
+@pytest.mark.parametrize(
     "name, data, message",
     [
         ("a.json", b"[1, 2", "not JSON"),
