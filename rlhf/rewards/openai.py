@@ -30,9 +30,9 @@ Reply with one number from {low} (worst) to {high} (best) and nothing else.
 """
 
 # A number at the end of the line: "8", "Score: 7.5", "**8/10**", "[[8]]". The text before it does not matter.
-_NUMBER = re.compile(r"(?<![\w.,-])(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+(?:\.\d+)?)?[\s*_\])}\"'`.]*$")
+_NUMBER = re.compile(r"(?<![\w.,-])(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?[\s*_\])}\"'`.]*$")
 # The scale in words, which is no score: "3 out of 10", "7 (out of 10)", "2 of 10"; but not "a score of 8".
-_SCALE = re.compile(r"(?:\(?\bout of|(?<=\d)[*_]*\s+of)[\s*_]*\d+(?:\.\d+)?[\s*_\])}\"'`.]*$", re.IGNORECASE)
+_SCALE = re.compile(r"(?:\(?\bout of|(?<=\d)[*_]*\s+of)[\s*_]*(\d+(?:\.\d+)?)[\s*_\])}\"'`.]*$", re.IGNORECASE)
 
 
 class ChatSource(ChatConfig, Source):
@@ -102,11 +102,13 @@ class ChatReward:
 def read_score(answer: str, low: float, high: float) -> float | None:
     """Parse the number that ends the answer's last line (`8` of `8/10` and of `8 out of 10`).
 
-    Return None if there is none, or if it is not in [low, high].
+    Return None if there is none, if it is not in [low, high], or if the answer names another scale (`8/10` up to 100).
     """
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
-    match = _NUMBER.search(_SCALE.sub("", lines[-1])) if lines else None
+    scale = _SCALE.search(lines[-1]) if lines else None
+    match = _NUMBER.search(lines[-1][: scale.start()] if scale else lines[-1]) if lines else None
     if match is None:
         return None
-    value = float(match[1])
-    return value if low <= value <= high else None
+    value, highest = float(match[1]), scale[1] if scale else match[2]
+    is_of_scale = highest is None or float(highest) == high
+    return value if is_of_scale and low <= value <= high else None

@@ -52,7 +52,12 @@ _WINS: dict[PairVerdict, float] = {"A": 1.0, "B": 0.0, "tie": 0.5}
 
 # One word, or a last line that ends in "verdict: A", "the better answer is B", "[[tie]]".
 _WORD = re.compile(r"[\W_]*(a|b|tie)[\W_]*", re.IGNORECASE)
-_NAMED = re.compile(r".*\b(?:verdict|answer|winner|better|choice)\b(?:\s+is)?[\W_]*(a|b|tie)[\W_]*", re.IGNORECASE)
+_NAMED = re.compile(
+    r"(.*)\b(?:verdict|answer|winner|better|choice)\b(\s+is\b|\s*:)?[\W_]*(a|b|tie)[\W_]*", re.IGNORECASE
+)
+# "answer A is better than answer B" and "the worse answer is B" end in the side that loses.
+_OTHER_SIDE = {"A": re.compile(r"\bB\b|(?i:\banswer\W+b\b)"), "B": re.compile(r"\bA\b|(?i:\banswer\W+a\b)")}
+_DENIED = re.compile(r"\b(?:not|neither|worse|worst|weaker)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -115,13 +120,25 @@ def combine_verdicts(straight: PairVerdict | None, swapped: PairVerdict | None) 
 
 
 def read_verdict(answer: str) -> PairVerdict | None:
-    """Parse the verdict from the last line of an answer, which must be or end in A, B or tie; None otherwise."""
+    """Parse the verdict from the last line of an answer, which must be or end in A, B or tie; None otherwise.
+
+    None too if the line may end in the side that loses: it names the other one before, or denies.
+    """
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
-    match = _WORD.fullmatch(lines[-1]) or _NAMED.fullmatch(lines[-1]) if lines else None
-    if match is None:
+    if not lines:
         return None
-    word = match[1].lower()
-    return "tie" if word == "tie" else "A" if word == "a" else "B"
+    if word := _WORD.fullmatch(lines[-1]):
+        return _side(word[1])
+    named = _NAMED.fullmatch(lines[-1])
+    if named is None:
+        return None
+    before, is_said_outright, side = named[1], named[2] is not None, _side(named[3])
+    is_compared = side != "tie" and not is_said_outright and _OTHER_SIDE[side].search(before) is not None
+    return None if is_compared or _DENIED.search(before) else side
+
+
+def _side(word: str) -> PairVerdict:
+    return "tie" if word.lower() == "tie" else "A" if word.lower() == "a" else "B"
 
 
 class PairJudge:

@@ -128,6 +128,10 @@ def test_the_counts_by_hand() -> None:
         *[("Both are fine.\n\nVerdict: A", "A"), ("The better answer is B.", "B"), ("Winner: **tie**", "tie")],
         *[("", None), ("both", None), ("A good answer", None), ("A or B", None), ("answer A is better", None)],
         *[("A\nbecause it is short", None), ("C", None), ("This is a", None)],
+        *[("Answer A is better than answer B.", None), ("I prefer answer b over answer a", None)],
+        *[("Answer B beats answer A", None), ("Neither answer A nor answer B", None), ("The worse answer is B.", None)],
+        *[("Between A and B, the better answer is A.", "A"), ("**Answer B**", "B"), ("A close call: answer A", "A")],
+        *[("Both A and B are poor. Verdict: tie", "tie"), ("The verdict is not A", None), ("Not answer A", None)],
     ],
 )
 def test_how_a_verdict_is_read(answer: str, verdict: str | None) -> None:

@@ -199,6 +199,7 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
         *[("a score of 8", 8.0), ("8 points out of 10", None), ("out of 10", None)],
         *[("", None), ("good", None), ("11", None), ("0", None), ("-3", None), ("7 of them are good", None)],
         *[("1,000", None), ("v1.2.3", None), ("Score: 6\nthank you", None)],
+        *[("4/5", None), ("8 / 100", None), ("3 out of 5", None), ("8 (out of 100)", None), ("10.0/10.0", 10.0)],
     ],
 )
 def test_how_a_score_is_read(answer: str, score: float | None) -> None:
