@@ -130,6 +130,11 @@ def label(config: LabelConfig, *, note: Callable[[str], None] = lambda _: None, 
     waiting = labels.missing([*groups, *people])
     if len(waiting) < len({labels.key(group) for group in (*groups, *people)}):
         note(f"going on from {labels.path}: {len(waiting):,} prompts are left")
+    for model in [] if resume else _chat_models(config.judge):
+        note(
+            f"{model.model}: answers in the cache (cache_dir) are not asked for again: delete that folder if the "
+            "server has another model under this name"
+        )
     if waiting:
         ask = config.judge.build(note)
         for start in range(0, len(waiting), config.batch):
@@ -140,6 +145,10 @@ def label(config: LabelConfig, *, note: Callable[[str], None] = lambda _: None, 
     rows = [row for pair in zip(groups, verdicts, strict=True) for row in rows_of(*pair, config)]
     _write(Path(config.out), rows)
     return _result(config, groups, verdicts, len(rows), people, labels)
+
+
+def _chat_models(judge: Judge) -> list[ChatConfig]:
+    return [section for _, section in walk(judge) if isinstance(section, ChatConfig)]
 
 
 def labels_of(out: str) -> Path:
@@ -167,19 +176,24 @@ class Labels:
         """Read the verdicts of an earlier call; a line that was cut off is dropped.
 
         Raises:
-            DataError: another judge gave them, or this judge with other code, other weights or another template.
+            DataError: another judge gave them, or this judge with other code, other weights or another template, or a
+                line is damaged.
         """
         self.path = path
         self.judge = _identity(config.judge.model_dump(mode="json"))
         self.made_of = _made_of(config.judge)
         self.reads_columns = config.judge.reads_columns
         self.verdicts: dict[str, Verdict] = {}
-        if not resume:
-            path.unlink(missing_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+        self._mode = "a" if resume else "w"  # the labels of an earlier call stay until there are new ones
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if resume and path.is_file() else []
         complete = [line for line in lines if line.endswith("\n")]
-        for line in complete:
-            self._read(json.loads(line))
+        for number, line in enumerate(complete, start=1):
+            try:
+                self._read(json.loads(line))
+            except (ValueError, LookupError, TypeError) as error:
+                raise DataError(
+                    f"{path}:{number}: no label of an earlier call: remove this line, and its prompt is judged again"
+                ) from error
         if len(complete) < len(lines):
             path.write_text("".join(complete), encoding="utf-8")
 
@@ -209,7 +223,8 @@ class Labels:
     def add(self, groups: Sequence[LabelGroup], verdicts: Sequence[Verdict]) -> None:
         """Append the verdicts of groups to the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
+        mode, self._mode = self._mode, "a"
+        with self.path.open(mode, encoding="utf-8") as file:
             for group, verdict in zip(groups, verdicts, strict=True):
                 key = self.key(group)
                 self.verdicts[key] = verdict

@@ -360,8 +360,10 @@ def test_a_served_judge_is_asked_in_both_orders_and_once(folder: Path) -> None:
     with serving(by_words) as server:
         result = label(served(server.url, folder))
         assert len(server.requests) == 2 * (3 + 1)
-        label(served(server.url, folder), resume=False)
+        notes: list[str] = []
+        label(served(server.url, folder), resume=False, note=notes.append)
         assert len(server.requests) == 8  # from the cache
+        assert any("m: answers in the cache (cache_dir) are not asked for again" in text for text in notes)
     assert (result.answers, result.unreadable, result.inconsistent, result.first_shown) == (8, 0, 0.0, 0.5)
     assert (result.written, result.ties) == (3, 1)
     assert "score_chosen" not in written(folder / "pairs.jsonl")[0]
@@ -476,6 +478,32 @@ def test_a_completion_without_a_score_is_in_no_row(folder: Path, write: str) -> 
     else:
         assert (row["chosen"], row["rejected"]) == ("good good good", "good")
     assert rows_of(group, verdict_of_scores([math.nan, math.nan, 3.0]), config) == []
+
+
+def test_labels_are_kept_until_there_are_others(folder: Path) -> None:
+    judge, out = folder / "mine.py", folder / "pairs.jsonl"
+    judge.write_text("def score(completions):\n    return [len(text) for text in completions]\n")
+    config = label_settings(str(folder / "completions.jsonl"), judge=f"{judge}:score", out=str(out))
+    label(config)
+    before = (folder / "pairs.jsonl.labels.jsonl").read_text()
+    judge.write_text("def score(completions):\n    raise OSError('dead')\n")
+    with pytest.raises(RewardError, match="dead"):
+        label(config, resume=False)
+    assert (folder / "pairs.jsonl.labels.jsonl").read_text() == before
+    judge.write_text("def score(completions):\n    return [-len(text) for text in completions]\n")
+    assert label(config, resume=False).written
+    assert len(written(folder / "pairs.jsonl.labels.jsonl")) == 2
+    assert written(out)[0]["chosen"] == "good"
+
+
+@pytest.mark.parametrize("line", ["\0\0\0", '{"group": "x"}'])
+def test_a_damaged_label_is_named(folder: Path, line: str) -> None:
+    config = label_settings(str(folder / "completions.jsonl"), judge=LONGER, out=str(folder / "pairs.jsonl"))
+    label(config)
+    with (folder / "pairs.jsonl.labels.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(DataError, match=r"pairs\.jsonl\.labels\.jsonl:3: no label of an earlier call"):
+        label(config)
 
 
 def test_labels_of_another_judge_are_not_taken(folder: Path) -> None:
