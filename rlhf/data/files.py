@@ -35,6 +35,7 @@ from rlhf.data.rows import DataRow, RowCounts
 from rlhf.errors import DataError
 from rlhf.tracking.fingerprint import content_digest
 
+_SHARD = re.compile(r"-(\d+)-of-(\d+)(?=\.|$)")  # of train-00000-of-00002.parquet
 _SPLIT_NAMES = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
@@ -119,7 +120,10 @@ def _folder_rows(folder: Path, split: str, skips: RowCounts) -> Iterator[DataRow
     if is_saved_folder(folder):
         yield from _numbered_rows(load_saved(folder, split), str(folder))
         return
-    for path in split_files(folder, split):
+    files = split_files(folder, split)
+    for note in missing_shards(files):
+        skips.note(note)
+    for path in files:
         yield from _file_rows(path, skips)
 
 
@@ -196,6 +200,20 @@ def _stem(path: Path) -> str:
     name = path.name.lower()
     suffix = next(suffix for suffix in SUFFIXES if name.endswith(suffix))
     return re.sub(r"-\d+-of-\d+$", "", name.removesuffix(suffix))
+
+
+def missing_shards(files: Iterable[Path]) -> list[str]:
+    """Return a warning for each data set of which, by the names of its files, shards are missing."""
+    shards: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        if match := _SHARD.search(file.name):
+            shards.setdefault((file.name[: match.start()], int(match[2])), set()).add(int(match[1]))
+    return [
+        f"Warning: the folder has {len(there)} of the {count} files {name}-*-of-{count:05}: the rows of the others are "
+        "missing"
+        for (name, count), there in shards.items()
+        if len(there) < count
+    ]
 
 
 def _file_rows(path: Path, skips: RowCounts) -> Iterator[DataRow]:

@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rlhf.config.data import DatasetConfig
 from rlhf.data.datasets import Entry, HasPrompt, RowPipeline, RowSet, digest_of, epoch_order
-from rlhf.data.files import Cursor, LazyDataset
+from rlhf.data.files import Cursor, LazyDataset, missing_shards
 from rlhf.data.formats import RowFormat
 from rlhf.data.rows import BadRow, DataRow, RowCounts
 from rlhf.runtime.seeding import derive_seed
@@ -238,6 +239,9 @@ class StreamedSource(Generic[T]):
         usable = tuple(self.pipeline.encode(self._parse(rows, start.cursor.file, counts), counts, limit=limit))
         skipped, used = counts.skipped, start.usable + len(usable)
         is_first_time = start.number >= self._counted
+        if is_first_time and start.number == 0:
+            for note in missing_shards(place for _, place in self._data.files if isinstance(place, Path)):
+                self.report(f"{self.counts.source}: {note}")
         if is_first_time:
             self._counted = start.number + 1
             self._report(counts)

@@ -130,6 +130,19 @@ def test_folders_have_splits(write: Write, tmp_path: Path) -> None:
         values(folder, split="trian")
 
 
+def test_missing_shards_are_told(write: Write, tmp_path: Path) -> None:
+    write([{"a": 1}], "d/test-00000-of-00001.jsonl")
+    write([{"a": 1}], "d/train-00000-of-00003.jsonl")
+    write([{"a": 2}], "d/train-00002-of-00003.jsonl")
+    for split, notes in (
+        ("train", ["Warning: the folder has 2 of the 3 files train-*-of-00003: the rows of the others are missing"]),
+        ("test", []),
+    ):
+        skips = RowCounts("d")
+        load_rows(DatasetConfig(path=str(tmp_path / "d"), split=split), skips)
+        assert skips.notes == notes
+
+
 def test_a_folder_without_splits_is_read_whole_if_of_one_kind(write: Write, tmp_path: Path) -> None:
     write([{"a": 1}], "d/x.jsonl")
     write([{"a": 2}], "d/y.jsonl.gz.not")

@@ -111,6 +111,15 @@ def test_a_restored_stream_reads_on_without_what_came_before(tmp_path: Path, mon
     assert wanted[0] == observed(opened(**section), 1)
 
 
+def test_missing_shards_of_a_stream_are_told_once(tmp_path: Path) -> None:
+    Path(write(tmp_path, "jsonl", texts(0, 20))).rename(tmp_path / "train-00001-of-00002.jsonl")
+    stream = opened(path=str(tmp_path), stream=True, shuffle_buffer=8)
+    notes: list[str] = []
+    stream.report_to(notes.append)
+    drawn(stream, range(1, 12))
+    assert sum("the folder has 1 of the 2 files train-*-of-00002" in note for note in notes) == 1
+
+
 def test_the_end_of_a_restored_stream_is_told_with_all_of_its_rows(tmp_path: Path) -> None:
     path = write(tmp_path, "jsonl", [*texts(0, 20), {"prompt": "t3", "completion": " "}, *texts(20, 20)])
     section = {"path": path, "stream": True, "shuffle_buffer": 8}
