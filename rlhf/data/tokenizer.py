@@ -215,9 +215,11 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         tokenizer = AutoTokenizer.from_pretrained(
             location.name, trust_remote_code=trust_remote_code, **location.kwargs()
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError, *CUT_OFF) as error:
+    except Exception as error:  # tokenizers raises Exception itself
         reason = cut_off_reason(error) or " ".join(str(error).split())[:300]
-        raise ModelError(f"{path}: no tokenizer could be loaded from here: {reason}") from error
+        is_newer = "did not match any variant" in reason
+        hint = ". A newer version may have written it: pip install -U transformers tokenizers" if is_newer else ""
+        raise ModelError(f"{path}: no tokenizer could be loaded from here: {reason}{hint}") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise ModelError(f"{path}: its tokenizer is empty: tokenizer.json is missing or has no vocabulary")

@@ -99,6 +99,17 @@ def test_folders_without_a_tokenizer_are_plain_errors(tmp_path: Path) -> None:
             load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("part", ["model", "pre_tokenizer"])
+def test_a_tokenizer_of_a_newer_version_is_a_plain_error(tmp_path: Path, part: str) -> None:
+    folder = Path(saved(byte_tokenizer(), tmp_path))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings[part] = {**settings[part], "type": "OfTheFuture"}
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"no tokenizer could be loaded .*: pip install -U transformers tokenizers"):
+        load_tokenizer(str(folder))
+
+
 def test_the_real_tokenizer_keeps_its_pad(stories: PreTrainedTokenizerBase) -> None:
     assert (stories.bos_token_id, stories.eos_token_id, stories.pad_token_id, len(stories)) == (1, 1, 0, 512)
 
