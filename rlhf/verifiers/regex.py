@@ -11,7 +11,7 @@ from rlhf.verifiers.grader import GradeFunction, Grader, Row
 
 
 class RegexGrader(Grader):
-    """Grades 1 if a regular expression matches, else 0; of a pattern with a group, the group has to be the answer."""
+    """Grades 1 if a regular expression matches, else 0; with `answer`, its first group has to be the answer too."""
 
     type: Literal["regex"] = "regex"
     pattern: str | None = None
