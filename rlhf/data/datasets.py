@@ -16,7 +16,7 @@ from rlhf.config.data import DatasetConfig, TrainableDataConfig
 from rlhf.data.conversation import Prompt
 from rlhf.data.files import load_rows
 from rlhf.data.formats import ASSISTANT, Completion, RowFormats, is_transcript
-from rlhf.data.rows import SYSTEM_LEFT_OUT, BadRow, DataRow, RowCounts, is_in_part, no_row_in_part
+from rlhf.data.rows import SYSTEM_LEFT_OUT, TOOLS_LEFT_OUT, BadRow, DataRow, RowCounts, is_in_part, no_row_in_part
 from rlhf.data.templates import Rendered
 from rlhf.data.tokenizer import Encoder
 from rlhf.errors import DataError
@@ -298,6 +298,8 @@ def _note_treatment(
         skips.note("Transcripts stay text: the chat template is not used for them")
     if isinstance(prompt, str) and row.values.get("system"):
         skips.count(SYSTEM_LEFT_OUT)
+    if isinstance(prompt, str) and row.values.get("tools") not in (None, "", []):
+        skips.count(TOOLS_LEFT_OUT)
     if len(texts) > 1:
         skips.count("conversations taken apart, a row for each turn: the chat template rewrites earlier turns")
     if any(text.learned and text.learned[0][-1][1] < len(text.completions[0]) for text in texts):

@@ -54,6 +54,7 @@ def is_in_part(text: str, part: tuple[float, float] | None) -> bool:
 
 EXAMPLES = 3
 SYSTEM_LEFT_OUT = "rows whose system column is left out, because their prompt stays text"
+TOOLS_LEFT_OUT = "rows whose tools are left out, because their prompt stays text"
 TOO_LONG_WARNING_SHARE = 0.05  # warn if a larger share of the rows is left out as too long
 
 

@@ -256,6 +256,17 @@ def test_a_system_column_that_no_text_takes_in_is_counted(write: Write) -> None:
     assert remark in demos(write([row]), tokenizer).skips.summary()
 
 
+def test_tools_that_no_text_takes_in_are_counted(write: Write) -> None:
+    tokenizer, tools = FAMILIES["chatml"].tokenizer(), [{"type": "function", "function": {"name": "f"}}]
+    remark = "1 rows whose tools are left out, because their prompt stays text"
+    transcript = write([{"prompt": "\n\nHuman: Hi\n\nAssistant:", "tools": tools}, {"prompt": "Hi", "tools": []}])
+    assert remark in prompts(transcript, tokenizer).skips.summary()
+    path = write([{"prompt": "Hi", "completion": "Yes", "tools": tools}, {"prompt": "Hi", "completion": "No"}])
+    assert remark not in demos(path, tokenizer).skips.summary()
+    tokenizer.chat_template = None
+    assert remark in demos(path, tokenizer).skips.summary()
+
+
 def test_texts_transcripts_and_written_out_prompts_stay_what_they_are(write: Write) -> None:
     tokenizer = FAMILIES["chatml"].tokenizer()
     transcript = "\n\nHuman: Hi\n\nAssistant:"
