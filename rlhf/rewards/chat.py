@@ -87,7 +87,8 @@ class ChatModel:
         Answers received before an error or an interruption stay in the cache.
 
         Raises:
-            RewardError: the endpoint refuses, times out, or does not answer in the OpenAI format.
+            RewardError: the endpoint refuses, times out, or does not answer in the OpenAI format, or the cache
+                cannot be written.
         """
         from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
@@ -140,8 +141,14 @@ class ChatModel:
         if not answer.strip():  # a server's mistake is not kept for good
             return answer
         path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"model": self.config.model, "answer": answer}) + "\n")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps({"model": self.config.model, "answer": answer}) + "\n")
+        except OSError as error:
+            raise RewardError(
+                f"{self.who} has answered, and the answer cannot be written into {self.folder} ({error}): make room "
+                "there, or set cache_dir beside base_url to another folder"
+            ) from error
         return answer
 
     def _parse_content(self, response: bytes) -> str:

@@ -71,6 +71,13 @@ def test_what_was_answered_before_an_error_is_kept_and_the_rest_is_not_asked(tmp
     assert len(list(tmp_path.rglob("*.json"))) == 2
 
 
+def test_a_cache_that_cannot_be_written_is_an_error_of_the_reward(tmp_path: Path) -> None:
+    """A run saves itself after such an error."""
+    (tmp_path / "full").write_text("")
+    with serving(echo) as server, pytest.raises(RewardError, match=r"cannot be written into .*full.*set cache_dir"):
+        model(server.url, tmp_path / "full").ask(["a"])
+
+
 def test_a_damaged_file_is_asked_again(tmp_path: Path) -> None:
     with serving(echo) as server:
         model(server.url, tmp_path).ask(["a"])
