@@ -132,8 +132,8 @@ def read_verdict(answer: str) -> PairVerdict | None:
     named = _NAMED.fullmatch(lines[-1])
     if named is None:
         return None
-    before, is_said_outright, side = named[1], named[2] is not None, _side(named[3])
-    is_compared = side != "tie" and not is_said_outright and _OTHER_SIDE[side].search(before) is not None
+    before, is_outright, side = named[1], named[2] is not None, _side(named[3])
+    is_compared = side != "tie" and not is_outright and _OTHER_SIDE[side].search(before) is not None
     return None if is_compared or _DENIED.search(before) else side
 
 
