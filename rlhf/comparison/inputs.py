@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from rlhf.comparison.plan import Cell
-from rlhf.comparison.trial import JUDGED
+from rlhf.comparison.trial import JUDGED, unmeasured_suites
 from rlhf.config.compare import CellConfig
 from rlhf.config.data import DatasetConfig
 from rlhf.config.load import validate
@@ -147,8 +147,24 @@ def record_inputs(cell: Cell, digests: Digests) -> None:
     """Write inputs.json when a cell begins. A cell that continues, or is judged already, keeps its file."""
     goes_on = (cell.folder / INPUTS).is_file() and (cell.folder / "checkpoints").is_dir()
     if not goes_on and not (cell.folder / JUDGED).is_file():
-        content = json.dumps(digests.of(cell.config), indent=1, ensure_ascii=False)
-        write_atomically(cell.folder / INPUTS, content + "\n")
+        _write_inputs(cell.folder, digests.of(cell.config))
+
+
+def record_inputs_of_suites(cell: Cell, digests: Digests) -> None:
+    """Add to inputs.json what the measured suites of a judged cell read: they may have been added after its judgment."""
+    known = read_inputs(cell.folder)
+    if not known or not (cell.folder / JUDGED).is_file():
+        return
+    unmeasured = unmeasured_suites(cell.config, cell.folder)
+    suites = {name: settings for name, settings in cell.config.suites.items() if name not in unmeasured}
+    read = digests.of(cell.config.model_copy(update={"suites": suites}))
+    inputs = {kind: {**read[kind], **known.get(kind, {})} for kind in read}
+    if inputs != known:
+        _write_inputs(cell.folder, inputs)
+
+
+def _write_inputs(folder: Path, inputs: InputDigests) -> None:
+    write_atomically(folder / INPUTS, json.dumps(inputs, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_inputs(folder: Path) -> InputDigests:

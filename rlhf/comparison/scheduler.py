@@ -20,7 +20,7 @@ from typing import BinaryIO, Literal, Protocol, runtime_checkable
 import torch
 
 from rlhf.comparison.board import OUTPUT, Board
-from rlhf.comparison.inputs import Digests, record_inputs
+from rlhf.comparison.inputs import Digests, record_inputs, record_inputs_of_suites
 from rlhf.comparison.plan import Cell, CellPlan, ensure_owner
 from rlhf.comparison.trial import (
     FAILED,
@@ -184,6 +184,7 @@ class _Scheduler:
             if outcome is None:
                 continue
             del self.slots[number]
+            record_inputs_of_suites(slot.cell, self.digests)
             if outcome == "failed" and (self.stopping or self.stop.requested):
                 outcome = "interrupted"  # asked to stop: not a failure of the cell
             if outcome != "failed":

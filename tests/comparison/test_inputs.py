@@ -17,10 +17,10 @@ from rlhf.comparison.aggregate import read_cells
 from rlhf.comparison.inputs import INPUTS, Digests, check_inputs, read_inputs, record_inputs
 from rlhf.comparison.plan import Cell
 from rlhf.comparison.results import ComparisonResults
-from rlhf.comparison.trial import JUDGED, Judgment, record_failure
+from rlhf.comparison.trial import JUDGED, Judgment, record_failure, suite_file
 from rlhf.comparison.view import ComparisonView
 from rlhf.config.load import compare_config
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, UserError
 from rlhf.models.folders import digest_of_model
 from rlhf.tracking.fingerprint import combine_digests, content_digest
 from rlhf.tracking.view import View
@@ -230,3 +230,42 @@ def test_the_rows_of_a_suite_have_to_stay(tmp_path: Path) -> None:
     append_row(rows, {"question": "1 + 2?", "answer": "#### 3"})
     with pytest.raises(ConfigError, match=rf"rows in {rows} have changed since start, seed 0"):
         check_inputs(cells, plan_of({**tree, "seeds": [0, 1]}).cells, Digests())
+
+
+def test_the_rows_of_a_suite_that_is_added_have_to_stay_too(tmp_path: Path) -> None:
+    """The start model's answers are taken from its first seed, so other rows would be paired with them row by row."""
+
+    def measured(cell: Cell, place: int) -> Ended:
+        for name, settings in cell.config.suites.items():
+            path = suite_file(cell.folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figures = {"pass_at_1": {"value": 1.0}}
+            path.write_text(json.dumps({"config": settings, "figures": figures, "rows": {}}), encoding="utf-8")
+        return judged(cell, place)
+
+    rows = write_rows(tmp_path / "problems.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    tree = tree_of(tmp_path)
+    run(tree)
+    before = read_inputs(plan_of(tree).cells[0].folder)
+    tree["suites"] = {"gsm8k": {"dataset": {"path": str(rows)}}}
+    run(tree, measured)
+    after = read_inputs(plan_of(tree).cells[0].folder)
+    assert after["data"] == {**before["data"], str(rows): combine_digests([content_digest(rows)])}
+    append_row(rows, {"question": "1 + 2?", "answer": "#### 3"})
+    with pytest.raises(ConfigError, match=rf"rows in {rows} have changed since start, seed 0"):
+        run({**tree, "seeds": [0, 1]}, measured)
+
+
+def test_rows_of_an_added_suite_that_fails_may_be_repaired(tmp_path: Path) -> None:
+    def fail(cell: Cell, place: int) -> Ended:
+        record_failure(cell.folder, "suites.gsm8k: no usable row")
+        return Ended("failed")
+
+    rows = write_rows(tmp_path / "problems.jsonl", [{"question": "1 + 1?"}])
+    tree = tree_of(tmp_path)
+    run(tree)
+    tree["suites"] = {"gsm8k": {"dataset": {"path": str(rows)}}}
+    with pytest.raises(UserError, match="no usable row"):
+        run(tree, fail)
+    append_row(rows, {"question": "1 + 2?", "answer": "#### 3"})
+    assert run(tree) == []

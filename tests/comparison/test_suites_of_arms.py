@@ -195,7 +195,7 @@ def test_suites_are_added_to_a_finished_comparison_which_trains_nothing(tmp_path
     before = files_of(tmp_path / "compare")
     assert compared({**tree, "suites": {**tree["suites"], "xstest": later}})
     after = files_of(tmp_path / "compare")
-    evals = {f"{cell}/seed-0/evals/xstest.json" for cell in ("start", "grpo")}
+    evals = {f"{cell}/seed-0/{name}" for cell in ("start", "grpo") for name in ("evals/xstest.json", "inputs.json")}
     assert {name for name in after if after[name] != before.get(name)} == {*evals, *CELLS_OF_BOTH}
     assert set(ComparisonResults.read(tmp_path / "compare").arms["grpo"].suites) == {"ifeval", "xstest"}
 
