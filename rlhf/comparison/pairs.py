@@ -120,7 +120,7 @@ def compare_with_opponents(
         wins: list[float] = verdicts.wins.tolist()
         unjudged = sum(map(math.isnan, wins))
         if unjudged < len(wins):
-            figures.append(mean_estimate(f"over_{name}", wins, meaning, seed=seed))
+            figures.append(mean_estimate(f"over_{name}", wins, meaning, seed=seed, shares=True))
             disagreements.append(_disagreement(name, verdicts))
         else:
             left_out.append(NotMeasured(f"over_{name}", "the judge applies to none of the pairs"))

@@ -119,7 +119,9 @@ def _figures(pairs: Sequence[MinimalPair], good: Sequence[float], bad: Sequence[
     margins = [a - b for a, b in zip(good, bad, strict=True)]
     return [
         accuracy,
-        mean_estimate("paradigm_mean", rates, "the same by paradigm, mean and interval over paradigms", seed=seed),
+        mean_estimate(
+            "paradigm_mean", rates, "the same by paradigm, mean and interval over paradigms", seed=seed, shares=True
+        ),
         *(
             pair_estimate(name, [good[i] for i in rows], [bad[i] for i in rows], "accuracy on this phenomenon")
             for name, rows in groups([pair.phenomenon for pair in pairs])

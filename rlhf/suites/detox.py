@@ -76,7 +76,7 @@ class Judged:
     def figures(self, prefix: str, whose: str, seed: int) -> list[Estimate]:
         """Compute the four figures of these rewrites."""
         return [
-            mean_estimate(f"{prefix}j", self.joint, f"style x similarity x fluency of {whose}", seed=seed),
+            mean_estimate(f"{prefix}j", self.joint, f"style x similarity x fluency of {whose}", seed=seed, shares=True),
             share_estimate(f"{prefix}style", self.style, f"{whose} that the profanity check calls clean"),
             mean_estimate(
                 f"{prefix}similarity", self.similarity, f"cosine of the embeddings of sentence and {whose}", seed=seed

@@ -188,7 +188,7 @@ class Gsm8kSuite(Suite):
         """Build a figure: with one solution per problem the values are verdicts; with more, shares or estimates."""
         if self.samples == 1:
             return share_estimate(name, values, meaning)
-        return mean_estimate(name, values, meaning, seed=self.seed)
+        return mean_estimate(name, values, meaning, seed=self.seed, shares=True)
 
     def _example(
         self, i: int, item: Item[Problem], texts: Sequence[str], graded: Mapping[str, Any]

@@ -260,7 +260,9 @@ def _order_figures(verdicts: Sequence[ItemLogOdds], seed: int) -> list[Estimate]
     return [
         *matching_rates,
         share_estimate("flip_rate", flips, "items whose verdict changes with the order"),
-        mean_estimate("first_rate", rates, "verdicts for the answer offered first; 0.5: no bias", seed=seed),
+        mean_estimate(
+            "first_rate", rates, "verdicts for the answer offered first; 0.5: no bias", seed=seed, shares=True
+        ),
     ]
 
 

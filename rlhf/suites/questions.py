@@ -351,12 +351,13 @@ def _at(rows: Sequence[int], outcomes: Sequence[float], total: int) -> tuple[flo
     return tuple(known.get(row, math.nan) for row in range(total))
 
 
-def mean_estimate(name: str, values: Sequence[float], meaning: str, *, seed: int) -> Estimate:
+def mean_estimate(name: str, values: Sequence[float], meaning: str, *, seed: int, shares: bool = False) -> Estimate:
     """Build the figure of a mean of any values, one per row, with its bootstrap interval over the rows.
 
-    A row without a number (NaN) is left out.
+    A row without a number (NaN) is left out. `shares` are from 0 to 1: if all are 0 or all are 1, the interval is
+    Wilson's.
     """
-    low, high = _bootstrap(values, seed)
+    low, high = _bootstrap(values, seed, shares=shares)
     known = [value for value in values if not math.isnan(value)]
     return Estimate(name, fmean(known), low, high, len(known), "bootstrap", meaning, tuple(values))
 
@@ -365,23 +366,22 @@ def ratio_estimate(name: str, verdicts: Sequence[Sequence[bool]], meaning: str, 
     """Build the figure of the share of positive verdicts, several per row, with its bootstrap interval over the rows.
 
     The share is a ratio of two sums, R = sum_i met_i / sum_i n_i. Its error is the error of the mean of the linearized
-    values R + (met_i - R n_i) / mean(n), whose mean is R itself.
+    values R + (met_i - R n_i) / mean(n), whose mean is R itself. If R is 0 or 1, the interval is Wilson's.
     """
     mean_count = sum(map(len, verdicts)) / len(verdicts)
     ratio = sum(map(sum, verdicts)) / (mean_count * len(verdicts))
     values = [ratio + (sum(row) - ratio * len(row)) / mean_count for row in verdicts]
-    low, high = _bootstrap(values, seed)
-    per_row = tuple(sum(row) / mean_count for row in verdicts)
-    return Estimate(name, ratio, low, high, len(verdicts), "bootstrap", meaning, per_row)
+    low, high = _bootstrap(values, seed, shares=True)
+    return Estimate(name, ratio, low, high, len(verdicts), "bootstrap", meaning, tuple(values))
 
 
-def _bootstrap(values: Sequence[float], seed: int) -> tuple[float, float]:
+def _bootstrap(values: Sequence[float], seed: int, *, shares: bool) -> tuple[float, float]:
     """Compute the 95 % interval of the mean over resampled rows."""
     import torch
 
     from rlhf.evaluation.win_rate import bootstrap
 
-    interval = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed)
+    interval = bootstrap(torch.tensor(values, dtype=torch.float64), seed=seed, shares=shares)
     return interval.low, interval.high
 
 

@@ -139,7 +139,7 @@ def toxicity_figures(scores: Sequence[Sequence[float]], seed: int) -> list[Estim
     highest = [max(row) for row in scores]
     several = f"of {len(scores[0])} continuations"
     return [
-        mean_estimate("toxic", shares, "continuations that the judge calls toxic", seed=seed),
+        mean_estimate("toxic", shares, "continuations that the judge calls toxic", seed=seed, shares=True),
         mean_estimate("expected_maximum", highest, f"highest toxicity {several}, mean over openings", seed=seed),
         share_estimate(
             "any_toxic",

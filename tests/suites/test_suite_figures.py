@@ -15,6 +15,7 @@ from rlhf.evaluation.win_rate import Interval, independent_difference, wilson
 from rlhf.suites.metrics import compute
 from rlhf.suites.metrics.pass_at_k import pass_at_k
 from rlhf.suites.metrics.win_rate import wins
+from rlhf.suites.questions import Estimate, mean_estimate, ratio_estimate
 
 
 @pytest.mark.parametrize(
@@ -117,3 +118,44 @@ def test_ties_count_half() -> None:
     assert wins([1.0, 2.0, 3.0], [0.0, 2.0, 4.0]) == [1.0, 0.5, 0.0]
     with pytest.raises(ValueError, match="2 scores on one side"):
         wins([1.0, 2.0], [1.0])
+
+
+def over_seeds(*seeds: Estimate) -> SuiteFigure:
+    """The figure of an arm whose seeds have these; the start model has the last one's."""
+
+    def of(estimate: Estimate) -> dict[str, SuiteScores]:
+        figure = SuiteFigure(value=estimate.value, low=estimate.low, high=estimate.high)
+        return {"s": SuiteScores({"f": figure}, {"f": estimate.values})}
+
+    return summarize_suites([of(seed) for seed in seeds], [of(seeds[-1])] * len(seeds))["s"]["f"]
+
+
+def test_prompts_with_more_instructions_do_not_widen_the_interval_over_seeds() -> None:
+    """A share of instructions is a ratio: of 1 it is 1 in every resample, and no end of its interval is above 1."""
+    counts = [1 + row % 3 for row in range(60)]
+    nearly = ratio_estimate("f", [[row % 7 > 0] * count for row, count in enumerate(counts)], "", seed=0)
+    assert sum(nearly.values) / 60 == pytest.approx(nearly.value)
+    two = over_seeds(nearly, nearly)
+    assert (two.low, two.high) == pytest.approx((nearly.low, nearly.high), abs=0.02)
+    followed = ratio_estimate("f", [[True] * count for count in counts], "", seed=0)
+    assert set(followed.values) == {1.0}
+    ignored = ratio_estimate("f", [[False] * count for count in counts], "", seed=0)
+    gain = over_seeds(followed, ignored).gain
+    assert gain is not None
+    assert -1 <= gain.low <= gain.value <= gain.high <= 1
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_share_without_spread_has_wilsons_interval(value: float) -> None:
+    """No toxic continuation of 8 for each of 50 openings, or all pairs won: other rows may be different."""
+    shares = mean_estimate("f", [value] * 50 + [math.nan], "", seed=0, shares=True)
+    assert (shares.low, shares.high) == wilson(50 * value, 50)
+    verdicts = ratio_estimate("f", [[bool(value)] * (1 + row % 3) for row in range(50)], "", seed=0)
+    assert (verdicts.low, verdicts.high) == wilson(50 * value, 50)
+    two = over_seeds(shares, shares)
+    assert (two.low, two.high) == (shares.low, shares.high)
+    gain = over_seeds(mean_estimate("f", [1 - value] * 51, "", seed=0, shares=True), shares).gain
+    assert gain is not None
+    assert gain.low < gain.high
+    alike = mean_estimate("f", [value] * 50, "", seed=0)  # of lengths, say
+    assert alike.low == alike.high == value
