@@ -166,10 +166,26 @@ def summarize(plan: CellPlan, cells: Sequence[CellResult]) -> ComparisonResults:
         notes=(
             *(note for result in cells for note in result.notes),
             *code_notes([result.cell for result in cells if result.judged is not None]),
+            *missing_suite_notes(cells),
             *length_notes(cells),
         ),
         tuning=read_tuning(config, plan.folder, arms, [row["prompt"] for row in _judgments(start)[0].rows]),
     )
+
+
+def missing_suite_notes(cells: Sequence[CellResult]) -> list[str]:
+    """Return a note for each suite that judged cells have no result of: the suite's table leaves their arms out."""
+    missing: dict[str, list[str]] = {}
+    for result in cells:
+        if result.judged is not None:
+            for name in result.cell.config.suites:
+                if not suite_file(result.cell.folder, name).is_file():
+                    missing.setdefault(name, []).append(result.cell.label)
+    return [
+        f"{name} has no result for {'; '.join(labels)}. Its table shows only models with a result for every seed, "
+        "beside the start model's. The same command measures it."
+        for name, labels in missing.items()
+    ]
 
 
 def length_notes(cells: Sequence[CellResult]) -> list[str]:
@@ -347,7 +363,7 @@ def _seed(name: str, result: CellResult, start: Sequence[CellResult]) -> SeedRes
         folder=f"{name}/seed-{result.cell.seed}",
         measures=_mean_measures(_judgments([result])),
         costs=result.costs,
-        suites=_suites([result], start) if result.status == "done" else {},
+        suites=_suites([result], start) if result.judged is not None else {},
     )
 
 
@@ -474,8 +490,8 @@ def _swap_sides(rate: LengthControlled) -> LengthControlled:
 
 def _suite_differences(arms: Mapping[str, Sequence[CellResult]], suites: Suites) -> Iterator[SuiteDifference]:
     """Compute the difference of every pair of arms in the first figure of each suite, on their common seeds."""
-    for suite, figures in suites.items():
-        figure = next(iter(figures))
+    first = {suite: next(iter(figures)) for suite, figures in suites.items() if figures}
+    for suite, figure in first.items():
         measured = {
             name: {
                 result.cell.seed: result.suites[suite] for result in _finished(cells, name) if suite in result.suites

@@ -333,7 +333,7 @@ def finished_seeds(results: ComparisonResults, arm: str) -> dict[int, list[Evalu
     A mean over seeds ends with the shortest one, so a seed that failed early would cut the curve of the others.
     """
     seeds = by_seed(results, arm)
-    done = {seed.seed for seed in results.arms[arm].seeds if seed.status == "done"} if arm in results.arms else set()
+    done = {seed.seed for seed in results.arms[arm].seeds if seed.is_judged} if arm in results.arms else set()
     return {seed: rows for seed, rows in seeds.items() if seed in done} or seeds
 
 

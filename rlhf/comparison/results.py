@@ -174,6 +174,11 @@ class SeedResult:
     costs: Costs | None
     suites: Suites  # empty until the seed is finished
 
+    @property
+    def is_judged(self) -> bool:
+        """Return whether the final model was judged: a suite that is added later may fail."""
+        return self.measures.score is not None
+
     def record(self) -> dict[str, object]:
         """Return the seed's result as results.json has it."""
         parts = {"measures": self.measures.record(), "suites": _suites_record(self.suites)}

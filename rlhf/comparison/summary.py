@@ -61,7 +61,7 @@ def verdict(results: ComparisonResults) -> str:
 def _seeds_if_partial(results: ComparisonResults, arm: str) -> str:
     """Return in brackets how many seeds an arm has finished; empty if it has finished all."""
     seeds = results.arms[arm].seeds
-    done = sum(cell.status == "done" for cell in seeds)
+    done = sum(cell.is_judged for cell in seeds)
     return "" if done == len(seeds) else f" ({done} of {len(seeds)} seeds)"
 
 
@@ -230,7 +230,7 @@ def _percent(share: Interval) -> str:
 
 def suite_tables(results: ComparisonResults) -> list[Table]:
     """Build a table for each suite: the start model and every arm; the last column is the gain in the first figure."""
-    return [_suite_table(results, suite) for suite in results.start_model.suites]
+    return [_suite_table(results, suite) for suite, figures in results.start_model.suites.items() if figures]
 
 
 def _suite_table(results: ComparisonResults, suite: str) -> Table:

@@ -17,11 +17,12 @@ from rich.console import Console
 from runs import make_model, write_rows
 
 from rlhf.comparison.aggregate import read_cells, summarize
-from rlhf.comparison.page import reward_hacking_points
+from rlhf.comparison.costs import Costs
+from rlhf.comparison.page import finished_seeds, reward_hacking_points
 from rlhf.comparison.plan import Cell
 from rlhf.comparison.results import ComparisonResults, Evaluation, Measures
 from rlhf.comparison.scheduler import run_cells
-from rlhf.comparison.summary import equal_kl_table, notes
+from rlhf.comparison.summary import end_table, equal_kl_table, notes, suite_tables
 from rlhf.comparison.terminal import ComparisonTerminal
 from rlhf.comparison.trial import FOLDER, Judgment, failure_of, read_suites, record_failure, run_suites, suite_file
 from rlhf.comparison.view import ComparisonView
@@ -115,6 +116,50 @@ def test_a_suite_that_was_measured_otherwise_by_hand_is_left_out_with_a_note(tmp
     console = Console(file=io.StringIO(), width=400)
     ComparisonTerminal(console).results(results, tmp_path / "report.html")
     assert note in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_an_arm_without_a_result_of_a_suite_is_named(tmp_path: Path) -> None:
+    """The suite was added, and measuring it was interrupted, or it failed for one seed."""
+    plan = plan_of(tree_of(tmp_path, seeds=[0, 1]))
+    for cell in plan.cells:
+        judge(cell)
+    last = plan.of("dpo")[1]
+    suite_file(last.folder, "ifeval").unlink()
+    results = summarize(plan, read_cells(plan))
+    assert results.arms["dpo"].suites == {}
+    (note,) = results.notes
+    assert note == (
+        "ifeval has no result for dpo, seed 1. Its table shows only models with a result for every seed, beside the "
+        "start model's. The same command measures it."
+    )
+    (last.folder / "judged.json").unlink()
+    assert (
+        summarize(plan, read_cells(plan)).notes == ()
+    )  # the seed is not finished, and the suite of the other is shown
+
+
+def test_a_seed_that_was_judged_counts_if_a_suite_fails_later(tmp_path: Path) -> None:
+    plan = plan_of(tree_of(tmp_path, seeds=[0, 1]))
+    for cell in plan.cells:
+        judge(cell)
+    last = plan.of("dpo")[1]
+    suite_file(last.folder, "ifeval").unlink()
+    record_failure(last.folder, "suites.ifeval: the data are gone (suites.ifeval=null leaves it out)")
+    results = summarize(plan, read_cells(plan))
+    assert [seed.status for seed in results.arms["dpo"].seeds] == ["done", "failed"]
+    assert (results.win_rates, results.finals["dpo"].measures.score) == ((), 2.0)
+    assert [row[0] for row in end_table(results).rows] == ["start model", "dpo"]  # the mean over both seeds
+    rows = [Evaluation(arm="dpo", seed=seed, step=0, measures=Measures(), costs=Costs()) for seed in (0, 1)]
+    assert finished_seeds(replace(results, evaluations=tuple(rows)), "dpo").keys() == {0, 1}
+
+
+def test_a_suite_without_figures_does_not_end_the_report(tmp_path: Path) -> None:
+    """A tag of lm-eval has figures of its tasks alone; a judge of pairs may abstain on all of them."""
+    plan = plan_of(tree_of(tmp_path))
+    for cell in plan.cells:
+        judge(cell, {})
+    results = summarize(plan, read_cells(plan))
+    assert (results.suite_differences, suite_tables(results)) == ((), [])
 
 
 def test_a_suite_of_a_model_that_is_gone_is_an_error_that_says_how_to_leave_it_out(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from many import many
 from rlhf.comparison.aggregate import comparable, read_cells, summarize
 from rlhf.comparison.page import comparison_charts
 from rlhf.comparison.plan import CellPlan, ensure_owner
-from rlhf.comparison.results import ComparisonResults, SeedResult
+from rlhf.comparison.results import ComparisonResults, Measures, SeedResult
 from rlhf.comparison.summary import end_table, few_prompts_note, format_gain, notes, verdict
 from rlhf.comparison.trial import Judgment
 from rlhf.config.compare import START_FOLDER
@@ -44,7 +44,8 @@ def with_difference(results: ComparisonResults, difference: Interval, *, seeds: 
 def failed(seeds: Sequence[SeedResult], count: int) -> tuple[SeedResult, ...]:
     """The same seeds, the last `count` of which have failed."""
     return tuple(
-        replace(seed, status="failed") if number >= len(seeds) - count else seed for number, seed in enumerate(seeds)
+        replace(seed, status="failed", measures=Measures()) if number >= len(seeds) - count else seed
+        for number, seed in enumerate(seeds)
     )
 
 
