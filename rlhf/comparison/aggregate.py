@@ -395,11 +395,13 @@ def _status(cells: Sequence[CellResult]) -> Status:
 
 
 def _mean_measures(judged: Sequence[Judgment]) -> Measures:
-    """Compute the means over seeds; None for a measure without a value."""
+    """Compute the means over seeds; None for a measure that a seed has no value of, which is no mean of the others."""
     means: dict[str, float | None] = {}
     for key in MEASURES.values():
         values = [value for judgment in judged if (value := judgment.metrics.get(key)) is not None]
-        means[key] = fmean(values) if values else None
+        means[key] = fmean(values) if values and len(values) == len(judged) else None
+    unjudged = sum(judgment.metrics.get(MEASURES["unjudged"]) or 0.0 for judgment in judged)  # absent if it is 0
+    means[MEASURES["unjudged"]] = unjudged / len(judged) if unjudged else None
     return Measures.of_metrics(means)
 
 

@@ -141,6 +141,23 @@ def test_an_arm_that_was_judged_on_other_prompts_is_not_paired_with_the_start_mo
     assert {rate.seeds for rate in results.win_rates if "grpo" in (rate.a, rate.b)} == {1}
 
 
+def test_a_measure_that_a_seed_does_not_have_is_no_mean_of_the_others(tmp_path: Path) -> None:
+    """A seed that collapsed to answers of one token has no bigram; a judge abstained for one seed alone."""
+    plan = judged_plan(tmp_path)
+    of_seeds = ({"eval/distinct_2": None, "eval/unjudged": 2.0}, {"eval/distinct_2": 0.8})
+    for cell, metrics in zip(plan.of("grpo"), of_seeds, strict=True):
+        judged = Judgment.read(cell.folder)
+        assert judged is not None
+        Judgment({**judged.metrics, **metrics}, judged.rows).write(cell.folder)
+    arms = summarize(plan, read_cells(plan)).arms
+    final = arms["grpo"].final
+    assert final is not None
+    assert [seed.measures.distinct_2 for seed in arms["grpo"].seeds] == [None, 0.8]
+    assert (final.measures.distinct_2, final.measures.unjudged) == (None, 1.0)
+    assert arms["dpo"].final is not None
+    assert arms["dpo"].final.measures.unjudged is None
+
+
 def test_a_seed_without_its_start_model_is_unfinished_and_the_others_are_reported(tmp_path: Path) -> None:
     plan = judged_plan(tmp_path)
     (plan.of(START_FOLDER)[1].folder / "judged.json").unlink()
