@@ -151,7 +151,7 @@ def record_inputs(cell: Cell, digests: Digests) -> None:
 
 
 def record_inputs_of_suites(cell: Cell, digests: Digests) -> None:
-    """Add to inputs.json what the measured suites of a judged cell read: they may have been added after its judgment."""
+    """Add to inputs.json what the measured suites of a judged cell read: they may have been added later."""
     known = read_inputs(cell.folder)
     if not known or not (cell.folder / JUDGED).is_file():
         return
