@@ -186,12 +186,14 @@ class CostTracker:
         extra = round(metrics.get("completion/extra_tokens", 0.0))  # sampled and scored, not learned from
         trained = round(metrics["completion/trained_tokens"])  # only the chosen ones, if completions are chosen
         by_critic = round(metrics.get("critic/extra_tokens", 0.0))
+        mixed = round(metrics.get("policy/ptx_tokens", 0.0))  # demonstrations beside the completions
         return Costs(
             completions=rows,
             generated_tokens=generated,
-            trained_tokens=trained + by_critic,
+            trained_tokens=trained + by_critic + mixed,
             flops=online_flops(self.sizes, tokens=tokens, passes=trained / tokens)
             + critic_flops(self.sizes, tokens=by_critic)
+            + offline_flops(Sizes(policy=self.sizes.policy), tokens=mixed)
             + sampling_flops(self.sizes, tokens=extra),
             seconds=seconds,
         )

@@ -200,6 +200,7 @@ policy/lr             | -        | learning rate; for npg and trpo the length of
     curve: exact; chart/optimization: 1 Learning rate; progress/sft: 4
 policy/optimizer_steps| count    | optimizer steps of the policy taken in the step; 0 in the critic's warm-up
     curve: exact; chart/updates: 6 Optimizer steps
+policy/ptx_tokens     | tokens   | tokens of data.sft that passes with gradient read, including prompts
 policy/early_stop     | 0/1      | 1 when target_kl ended the step's epochs early
     chart/updates: 7 Epochs ended early
 trust_region/kl       | nats     | exact KL(old || new) per token of the step, over the vocabulary; 0 if rejected

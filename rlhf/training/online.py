@@ -87,13 +87,11 @@ def update_together(
         for number, minibatch in enumerate(minibatches_of(training_rows, run, step, epoch)):
             if isinstance(minibatch, Experience):  # not pairs of completions
                 minibatch = run.algorithm.advantage.of_minibatch(minibatch)
+            mixed = demonstrations(run, step, epoch * run.config.batch.minibatches + number)
             try:
                 with weights_cast_once():
                     step_metrics = optimizer_step(  # forward, ratio, loss, backward, clip, step
-                        [
-                            *(LossBatch(minibatch, loss) for loss in losses),
-                            *demonstrations(run, step, epoch * run.config.batch.minibatches + number),
-                        ],
+                        [*(LossBatch(minibatch, loss) for loss in losses), *mixed],
                         trained,
                         micro_batch_size=run.rows,
                         lr_factor=lr_factor_at(run, step),
@@ -101,7 +99,7 @@ def update_together(
                     )
             except RewardError as error:  # of a teacher
                 raise run.session.explain_update(error, changed=record.steps > 0) from error
-            record.add(step_metrics, minibatch, losses[0])
+            record.add(step_metrics, minibatch, losses[0], mixed)
             if record.should_stop:
                 return
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf.tracking.metrics import Metrics
 from rlhf.training.losses import OnlineLoss, SampledPairLoss
 from rlhf.training.micro_batches import count_tokens
 from rlhf.training.online_run import OnlineRun
+from rlhf.training.step import LossBatch
 from rlhf.types import Experience, SampledPairs
 
 
@@ -21,13 +23,18 @@ class UpdateRecord:
     steps_taken: int = 0  # less those skipped for a NaN, or in which the policy had no gradient
     tokens: int = 0
     critic_tokens: int = 0  # of the passes in which the critic trained alone
+    ptx_tokens: int = 0  # of the demonstrations that were mixed in
     last_kl: float = 0.0
     should_stop: bool = False  # the policy has moved too far from the one that sampled (target_kl)
 
     def add(
-        self, step_metrics: Metrics, minibatch: Experience | SampledPairs, policy_loss: OnlineLoss | SampledPairLoss
+        self,
+        step_metrics: Metrics,
+        minibatch: Experience | SampledPairs,
+        policy_loss: OnlineLoss | SampledPairLoss,
+        mixed: Sequence[LossBatch] = (),
     ) -> None:
-        """Count an optimizer step.
+        """Count an optimizer step, in which the demonstrations `mixed` were trained on too.
 
         Raises:
             DivergenceError: too many in a row could not be taken.
@@ -42,6 +49,7 @@ class UpdateRecord:
         self.steps += 1
         self.steps_taken += "policy/lr" in step_metrics
         self.tokens += count_tokens(minibatch)
+        self.ptx_tokens += sum(count_tokens(part.batch) for part in mixed)
         self.last_kl = step_metrics["kl/old"]
         self.should_stop = target_kl is not None and self.last_kl > 1.5 * target_kl
 
@@ -63,6 +71,8 @@ class UpdateRecord:
         self.metrics.add("completion/trained_tokens", float(self.tokens))
         if self.critic_tokens:
             self.metrics.add("critic/extra_tokens", float(self.critic_tokens))
+        if self.ptx_tokens:
+            self.metrics.add("policy/ptx_tokens", float(self.ptx_tokens))
         if self.steps:
             self.metrics.add("kl/old_last", self.last_kl)
         elif not self.critic_tokens:  # nothing to train on: no optimizer step was skipped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import read_jsonl
 from rlhf.training.online import train
 from rlhf.training.online_run import OnlineRun
-from rlhf.types import Completions, Prompts
+from rlhf.types import Completions, Demonstrations, Prompts
 
 EOS = WORDS.index("<eos>")
 GAMES = Path(__file__).parents[1] / "environments" / "word_games.py"
@@ -119,3 +120,25 @@ def test_costs_go_on_from_lines_of_an_earlier_version(tmp_path: Path) -> None:
     before, after = spent(run, tmp_path / "run")
     assert before == line
     assert after["generated_tokens"] == line["generated_tokens"] + sum(written)
+
+
+def test_demonstrations_mixed_into_an_update_are_costs(tmp_path: Path) -> None:
+    """PPO-ptx: the policy reads data.sft forward and backward in every optimizer step, as an SFT arm does."""
+    sft = {"path": str(write_rows(tmp_path / "sft.jsonl", [{"prompt": "red one", "completion": " good"}] * 8))}
+    tree = brief_tree(tmp_path, data={"sft": sft}, schedule={"steps": 2})
+    (plain_folder := tmp_path / "plain").mkdir()
+    plain = spent(online(tree, f"run.out_dir={plain_folder}"), plain_folder)
+    run = online(tree, "algorithm.ptx_coef=1")
+    assert run.ptx is not None
+    draw, mixed = run.ptx, list[int]()
+
+    def drawn(step: int, update: int) -> Demonstrations:
+        rows = draw(step, update)
+        mixed.append(int(rows.prompt_mask.sum() + rows.completion_mask.sum()))
+        return rows
+
+    rows = spent(replace(run, ptx=drawn), tmp_path / "run")
+    first, size = len(mixed) // 2, count_parameters(run.models.policy)
+    assert rows[0]["generated_tokens"] == plain[0]["generated_tokens"]
+    assert rows[0]["trained_tokens"] == plain[0]["trained_tokens"] + sum(mixed[:first])
+    assert rows[0]["flops"] == plain[0]["flops"] + 6 * size * sum(mixed[:first])
