@@ -33,7 +33,7 @@ def judge_pairs(plan: CellPlan) -> None:
     """Judge every finished cell against every opponent of its seed, and write evals/pairs.json of the cell.
 
     A cell whose file has the same settings, opponents, completions and judge, with its code and model, is not judged
-    again.
+    again. Other files are deleted first, so that none is left beside new ones if the judge fails.
 
     Raises:
         UserError: the judge cannot be built, or it fails.
@@ -47,13 +47,16 @@ def judge_pairs(plan: CellPlan) -> None:
         (cell.arm, cell.seed): judged for cell in plan.cells if (judged := Judgment.read(cell.folder)) is not None
     }
     known = [name for name in config.against if all((name, seed) in finished for seed in plan.config.seeds)]
+    waiting: list[tuple[Cell, Judgment, dict[str, Judgment]]] = []
     for cell in plan.cells:
         mine = finished.get((cell.arm, cell.seed))
         if mine is None:
             continue
         opponents = {name: other for name in known if (other := finished[name, cell.seed]).prompts == mine.prompts}
-        if not opponents or _is_done(cell.folder, config, mine, opponents, digest):
-            continue
+        if opponents and not _is_done(cell.folder, config, mine, opponents, digest):
+            suite_file(cell.folder, PAIRS).unlink(missing_ok=True)
+            waiting.append((cell, mine, opponents))
+    for cell, mine, opponents in waiting:
         judge = judge or build_judge(config, cell)
         result = compare_with_opponents(mine, opponents, config, judge, seed=cell.seed)
         path = suite_file(cell.folder, PAIRS)

@@ -17,7 +17,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf.api.comparing import check_arms, rebuild_comparison
 from rlhf.comparison import pairs
+from rlhf.comparison.aggregate import read_cells, summarize
 from rlhf.comparison.inputs import digest_of_judge
+from rlhf.comparison.pairs import judge_pairs
+from rlhf.comparison.plan import CellPlan, ensure_owner
 from rlhf.comparison.results import ComparisonResults, SuiteFigure
 from rlhf.comparison.summary import suite_tables
 from rlhf.comparison.trial import Judgment, SuiteScores, summarize_suites
@@ -45,6 +48,12 @@ def undecided(prompts, first, second):
 
 def broken(prompts, first, second):
     return [prompts[9]]
+
+def failing(prompts, first, second):
+    CALLS.append(len(prompts))
+    if len(CALLS) > 2:
+        raise RuntimeError("out of quota")
+    return longer(prompts, first, second)
 """
 
 
@@ -255,6 +264,32 @@ def test_a_comparison_with_a_judge_of_pairs(tmp_path: Path, judge_file: Path) ->
     row = next(row for row in table.rows if row[0] == "grpo")
     assert (row[1], row[-1]) == (None, "–")
     assert row[2] is not None
+
+
+def test_verdicts_of_two_judges_are_not_averaged(tmp_path: Path, judge_file: Path) -> None:
+    """The second judge fails after the first cells: what the first judge said of the others is not reported with it."""
+
+    def plan_with(judge: str) -> CellPlan:
+        pairs = {"judge": {"type": "function", "target": f"{judge_file}:{judge}"}}
+        tree = compare_tree(tmp_path, pairs=pairs)
+        return plan_of({**tree, "arms": {"grpo": tree["arms"]["grpo"]}})
+
+    plan = plan_with("longer")
+    for cell in plan.cells:
+        ensure_owner(cell)
+        rows = [{"prompt": "p", "completion": cell.arm, "score": 1.0, "length": 1}]
+        Judgment({"eval/score": 1.0}, rows).write(cell.folder)
+    judge_pairs(plan)
+    assert len(list(plan.folder.glob("*/*/evals/pairs.json"))) == 4
+    plan = plan_with("failing")
+    with pytest.raises(RewardError, match="failing' failed"):
+        judge_pairs(plan)
+    targets = [
+        json.loads(path.read_text(encoding="utf-8"))["config"]["judge"]["target"]
+        for path in plan.folder.glob("*/*/evals/pairs.json")
+    ]
+    assert targets == [f"{judge_file}:failing"]  # of the first cell alone
+    assert summarize(plan, read_cells(plan)).arms["grpo"].suites == {}
 
 
 def test_a_figure_that_not_every_seed_has_is_left_out() -> None:
