@@ -1148,6 +1148,16 @@ def test_what_is_off_by_default_in_the_lab() -> None:
     assert wrong(list(told.groups()), [arms["ppo"]["score"], arms["ppo"]["kl"]]) == []
 
 
+def test_the_flops_of_dpo_and_kto_in_the_lab() -> None:
+    arms = read("compare_lab.json")["arms"]
+    (behind, *shares) = told(
+        page("docs/results.md"), r"DPO and KTO are ([\d.]+) behind PPO for (\d+) and (\d+) % of its"
+    )
+    costs = [100 * arms[arm]["costs"]["flops"] / arms["ppo"]["costs"]["flops"] for arm in ("dpo", "kto")]
+    assert wrong(shares, costs) == []
+    assert wrong([behind] * 2, [arms["ppo"]["score"] - arms[arm]["score"] for arm in ("dpo", "kto")]) == []
+
+
 def test_what_smollm2_learned_of_a_game() -> None:
     runs, seen = read("agents_smollm2.json")["runs"], set()
     for row in rows(page("docs/agents.md")):

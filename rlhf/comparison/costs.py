@@ -23,7 +23,7 @@ from rlhf.tracking.metrics import format_duration
 from rlhf.tracking.run_folder import write_atomically
 from rlhf.tracking.trackers import encode_line, read_jsonl
 from rlhf.training.losses import DemonstrationLoss
-from rlhf.training.offline import OfflineRun
+from rlhf.training.offline import LabelledLoss, OfflineRun
 from rlhf.training.online_run import OnlineRun
 from rlhf.training.step import Loss
 
@@ -115,19 +115,27 @@ def online_flops(sizes: Sizes, *, tokens: int, passes: float) -> float:
     return float(tokens * (FORWARD * forward + update))
 
 
+def search_flops(sizes: Sizes, *, tokens: int, forward_passes: float) -> float:
+    """Estimate the FLOPs of searching a step (TRPO, NPG): tokens * forward_passes * 2 N_policy."""
+    return float(tokens * forward_passes * FORWARD * sizes.policy)
+
+
 def critic_flops(sizes: Sizes, *, tokens: int) -> float:
     """Estimate the FLOPs of the passes in which the critic trains alone: tokens * 6 N_critic."""
     return float(tokens * (FORWARD + BACKWARD) * sizes.critic)
 
 
-def offline_flops(sizes: Sizes, *, tokens: int) -> float:
+def offline_flops(sizes: Sizes, *, tokens: int, has_baseline: bool = False) -> float:
     """Estimate the FLOPs of an offline step.
 
-    The policy runs forward and backward, reference and teacher forward (even if a cache has spared that pass):
+    The policy runs forward and backward, reference and teacher forward (even if a cache has spared that pass); for a
+    baseline (KTO's z0) policy and reference read as many tokens of mismatched completions:
 
-        tokens * (6 N_policy + 2 N_reference + 2 N_teacher)
+        tokens * (6 N_policy + 2 N_reference + 2 N_teacher [+ 2 N_policy + 2 N_reference])
     """
-    return float(tokens * ((FORWARD + BACKWARD) * sizes.policy + FORWARD * (sizes.reference + sizes.teacher)))
+    baseline = FORWARD * (sizes.policy + sizes.reference) if has_baseline else 0
+    update = (FORWARD + BACKWARD) * sizes.policy + FORWARD * (sizes.reference + sizes.teacher)
+    return float(tokens * (update + baseline))
 
 
 def sampling_flops(sizes: Sizes, *, tokens: int) -> float:
@@ -175,7 +183,8 @@ class CostTracker:
 
     def _step_costs(self, metrics: Mapping[str, float], tokens: int, seconds: float) -> Costs:
         if isinstance(self.run, OfflineRun):
-            flops = offline_flops(self.sizes, tokens=tokens)
+            has_baseline = isinstance(self.run.loss, LabelledLoss)
+            flops = offline_flops(self.sizes, tokens=tokens, has_baseline=has_baseline)
             rows = self.config.completions_per_step
             return Costs(completions=rows, trained_tokens=tokens, flops=flops, seconds=seconds)
         rows = round(metrics["completion/count"]) - self.total.completions
@@ -192,6 +201,7 @@ class CostTracker:
             generated_tokens=generated,
             trained_tokens=trained + by_critic + mixed,
             flops=online_flops(self.sizes, tokens=tokens, passes=trained / tokens)
+            + search_flops(self.sizes, tokens=trained, forward_passes=metrics.get("trust_region/forward_passes", 0.0))
             + critic_flops(self.sizes, tokens=by_critic)
             + offline_flops(Sizes(policy=self.sizes.policy), tokens=mixed)
             + sampling_flops(self.sizes, tokens=extra),

@@ -214,6 +214,7 @@ trust_region/improvement | -     | decrease of the policy's loss in the step
     chart/updates: 11 Trust region: improvement, actual and expected
 trust_region/expected_improvement | - | decrease predicted to first order: length x gradient . direction
     chart/updates: 11
+trust_region/forward_passes | count | forward passes that the search costs; a backward pass counts as two of them
 trust_region/cg_residual | -     | |g - (F + damping) x| / |g| after the last conjugate-gradient iteration
     better: lower; chart/updates: 12 Conjugate gradients: residual
 critic/explained_variance | share | 1 - Var(return - value) / Var(return), values before the update

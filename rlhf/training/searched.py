@@ -69,8 +69,10 @@ class SearchedModel:
         gradient = _flatten(torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters)
         self.zero_grad()
         metrics = Metrics()
-        for name, value in self.loss.search(_Space(self, minibatch, gradient), lr_factor=lr_factor).items():
+        space = _Space(self, minibatch, gradient)
+        for name, value in self.loss.search(space, lr_factor=lr_factor).items():
             metrics.add(name, value)
+        metrics.add("trust_region/forward_passes", float(space.forward_passes))
         return metrics
 
     def _fisher_product(self, vector: Tensor, minibatch: Minibatch) -> Tensor:
@@ -119,21 +121,25 @@ class _Space:
 
     def __init__(self, model: SearchedModel, minibatch: Minibatch, gradient: Tensor) -> None:
         self.model, self.minibatch, self.gradient = model, minibatch, gradient
+        self.forward_passes = 0  # a backward pass counts as two, and so does a forward one with its derivative
 
     @cached_property
     def _start(self) -> tuple[dict[str, Tensor], float]:
         """Return a copy of the weights before the step, and the loss there."""
         old = {name: p.detach().clone() for name, p in self.model.local.named.items()}
+        self.forward_passes += 1
         return old, self.minibatch.value(self.model.terms)
 
     def fisher_product(self, vector: Tensor) -> Tensor:
         """Compute F v for the tokens in the policy's loss."""
+        self.forward_passes += 5
         return self.model._fisher_product(vector, self.minibatch)
 
     def attempt(self, direction: Tensor, length: float) -> Trial:
         """Set the weights to a step's end, and evaluate KL and loss there."""
         old, before = self._start
         self.model._set(old, direction, length)
+        self.forward_passes += 3  # old and new weights for the KL, new ones for the loss
         kl, loss = self.model._kl(old, self.minibatch), self.minibatch.value(self.model.terms)
         return Trial(length=length, kl=kl, improvement=before - loss)
 

@@ -26,6 +26,7 @@ from rlhf.comparison.costs import (
     offline_flops,
     online_flops,
     sampling_flops,
+    search_flops,
 )
 from rlhf.comparison.plan import ensure_owner, plan_cells
 from rlhf.comparison.scheduler import run_cells
@@ -61,7 +62,9 @@ def test_flops_by_hand() -> None:
     forward = 2 * (100 + 30 + 100 + 100 + 50)  # sample, score, annotate by all three
     assert online_flops(sizes, tokens=7, passes=2.0) == 7 * (forward + 2 * 6 * 150)
     assert offline_flops(Sizes(policy=100, reference=100), tokens=7) == 7 * 800
+    assert offline_flops(Sizes(policy=100, reference=100), tokens=7, has_baseline=True) == 7 * 1200
     assert sampling_flops(sizes, tokens=7) == 7 * 2 * 130
+    assert search_flops(sizes, tokens=7, forward_passes=54.5) == 7 * 54.5 * 200
 
 
 def test_the_size_of_a_reward_source(tmp_path: Path) -> None:

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import WORDS, brief_tree, colored_prompts, online, write_rows
+import torch
+from runs import WORDS, brief_tree, colored_prompts, offline_tree, online, quiet, write_rows
 
 from rlhf.comparison.costs import COSTS, CostTracker, count_parameters
 from rlhf.config.compare import BudgetConfig
 from rlhf.config.files import merge
+from rlhf.config.load import train_config
+from rlhf.factory.offline import build_offline
 from rlhf.tracking.run_folder import RunFolder
 from rlhf.tracking.trackers import read_jsonl
+from rlhf.training.offline import LabelledLoss, train_offline
 from rlhf.training.online import train
 from rlhf.training.online_run import OnlineRun
 from rlhf.types import Completions, Demonstrations, Prompts
@@ -120,6 +124,28 @@ def test_costs_go_on_from_lines_of_an_earlier_version(tmp_path: Path) -> None:
     before, after = spent(run, tmp_path / "run")
     assert before == line
     assert after["generated_tokens"] == line["generated_tokens"] + sum(written)
+
+
+def test_the_passes_of_ktos_baseline_are_costs(tmp_path: Path) -> None:
+    """Policy and reference read mismatched completions, as many tokens as the policy trains on."""
+    changes = {"data": {"eval_preferences": None, "eval_prompts": None}, "eval": {"every": 0}, "schedule": {"steps": 2}}
+    config = train_config(offline_tree(tmp_path, "kto", **changes))
+    run = build_offline(config, quiet())
+    assert isinstance(run.loss, LabelledLoss)
+    models = run.loss.models
+    read, tokens = {True: 0, False: 0}, models.policy_tokens  # with gradient and without
+
+    def counted(rows: Demonstrations) -> Any:
+        read[torch.is_grad_enabled()] += int(rows.prompt_mask.sum() + rows.completion_mask.sum())
+        return tokens(rows)
+
+    models.policy_tokens = counted  # type: ignore[method-assign, assignment]
+    run.session.budget = CostTracker(tmp_path / "run", run, config, BudgetConfig(completions=10**6))
+    train_offline(run)
+    run.session.recorder.close()
+    line = list(read_jsonl(tmp_path / "run" / COSTS))[-1]
+    assert read[False] == read[True] == line["trained_tokens"] > 0
+    assert line["flops"] == count_parameters(models.policy) * (8 * read[True] + 4 * read[False])
 
 
 def test_demonstrations_mixed_into_an_update_are_costs(tmp_path: Path) -> None:

@@ -121,8 +121,8 @@ def test_the_critic_goes_on_if_the_policy_stops(tmp_path: Path) -> None:
     assert line["critic/extra_tokens"] == pytest.approx(whole, rel=0.2)
 
 
-def test_the_epochs_alone_are_paid_for(tmp_path: Path) -> None:
-    """At 6 FLOPs per parameter of the critic and token."""
+def test_the_epochs_alone_and_a_search_are_paid_for(tmp_path: Path) -> None:
+    """The epochs at 6 FLOPs per parameter of the critic and token, a forward pass of the policy at 2."""
     tree = ppo_tree(tmp_path)
     run, config = online(tree), train_config(tree)
     tracker = CostTracker(tmp_path, run, config, BudgetConfig(completions=100))
@@ -132,6 +132,10 @@ def test_the_epochs_alone_are_paid_for(tmp_path: Path) -> None:
     spent = Costs.of(json.loads((tmp_path / "costs.jsonl").read_text()))
     assert spent.trained_tokens == 120
     assert spent.flops == online_flops(tracker.sizes, tokens=40, passes=2.0) + 6 * 50 * 40
+    before = spent.flops
+    tracker.spend(2, metrics | {"trust_region/forward_passes": 9.0}, tokens=40, seconds=1.0)
+    both = Costs.of(json.loads((tmp_path / "costs.jsonl").read_text().splitlines()[-1]))
+    assert both.flops - before == online_flops(tracker.sizes, tokens=40, passes=2.0) + 9 * 2 * 100 * 80
     run.session.recorder.close()
 
 

@@ -110,6 +110,30 @@ def test_neither_micro_batches_nor_their_order_change_a_step(tmp_path: Path) -> 
     assert float(after[0].abs().max()) > 1e-3
 
 
+def test_the_passes_of_a_search_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product reads the tokens forward, forward with a derivative (as two) and backward (as two); a KL twice."""
+    run = online(tree_of(tmp_path), "batch.micro_batch_size=64")
+    assert isinstance(run.policy, SearchedModel)
+    calls = {"product": 0, "kl": 0, "value": 0}
+
+    def counting(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def counted(*args: Any) -> Any:
+            calls[name] += 1
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    counting(run.policy.fisher, "product")
+    counting(run.policy.fisher, "kl")
+    counting(Minibatch, "value")
+    metrics = update(drawn(run), run, 1)
+    assert calls["product"] >= 6
+    passes = 5 * calls["product"] + 2 * calls["kl"] + calls["value"]
+    assert metrics["trust_region/forward_passes"] == passes > 30
+
+
 class OneOfTwo(Distributed):
     """A rank that hears nothing of the other: its sums are its own share."""
 
