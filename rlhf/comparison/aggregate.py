@@ -167,6 +167,7 @@ def summarize(plan: CellPlan, cells: Sequence[CellResult]) -> ComparisonResults:
             *(note for result in cells for note in result.notes),
             *code_notes([result.cell for result in cells if result.judged is not None]),
             *missing_suite_notes(cells),
+            *sampling_notes(cells),
             *length_notes(cells),
         ),
         tuning=read_tuning(config, plan.folder, arms, [row["prompt"] for row in _judgments(start)[0].rows]),
@@ -186,6 +187,21 @@ def missing_suite_notes(cells: Sequence[CellResult]) -> list[str]:
         "beside the start model's. The same command measures it."
         for name, labels in missing.items()
     ]
+
+
+def sampling_notes(cells: Sequence[CellResult]) -> list[str]:
+    """Return a note for each setting by which the judged completions of some models were sampled otherwise."""
+    judged, notes = [result.cell for result in cells if result.judged is not None], []
+    for key in ("temperature", "top_p", "top_k", "max_new_tokens"):
+        arms: dict[str, dict[str, None]] = {}  # value -> arms
+        for cell in judged:
+            arms.setdefault(str(getattr(cell.config.train.sampling, key)), {})[cell.arm] = None
+        if len(arms) > 1:
+            values = "; ".join(f"{value} ({', '.join(names)})" for value, names in arms.items())
+            notes.append(
+                f"sampling.{key} of the judged completions: {values}. For one value set shared.sampling.{key}."
+            )
+    return notes
 
 
 def length_notes(cells: Sequence[CellResult]) -> list[str]:

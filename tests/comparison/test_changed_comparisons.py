@@ -190,8 +190,20 @@ def test_models_that_answer_at_other_lengths_are_named(
         judge(cell, figures)
     cells = read_cells(plan)
     assert [set(result.suites) for result in cells] == [{"ifeval"}] * 2
-    expected = () if note is None else (f"{note}suites.ifeval.sampling.max_new_tokens.",)
-    assert summarize(plan, cells).notes == expected
+    judged = "sampling.max_new_tokens of the judged completions: 6 (start); 8 (dpo). For one value set shared.sampling."
+    expected = [f"{judged}max_new_tokens."] if length == 8 else []
+    expected += [] if note is None else [f"{note}suites.ifeval.sampling.max_new_tokens."]
+    assert summarize(plan, cells).notes == tuple(expected)
+
+
+def test_models_that_are_judged_at_another_temperature_are_named(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path)
+    tree["arms"]["dpo"]["sampling"] = {"temperature": 0.5}
+    plan = plan_of(tree)
+    for cell in plan.cells:
+        judge(cell)
+    told = "sampling.temperature of the judged completions: 1.0 (start); 0.5 (dpo). For one value set shared.sampling."
+    assert summarize(plan, read_cells(plan)).notes == (f"{told}temperature.",)
 
 
 def test_no_figure_of_another_start_model_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
