@@ -161,8 +161,9 @@ class _Planner:
             self.notes.append(f"{path} is not there: taken to be as large as {like}")
         if shape is None:
             raise ModelError(
-                f"the shape of {path!r} is not known before it is loaded: name a folder with a config.json of a family "
-                "that docs/models.md lists, or download the model first"
+                f"the shape of {path!r} is not known before it is loaded: if an earlier run is to write it, start that "
+                "run first. Otherwise name a folder with a config.json of a family that docs/models.md lists, or "
+                "download the model first"
             )
         return shape
 
