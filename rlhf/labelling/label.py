@@ -166,7 +166,10 @@ def _check_out(config: LabelConfig) -> None:
     if any(out.resolve() == Path(section.path).resolve() for section in inputs):
         raise DataError(f"out is {out}, which is read: name another file to write, such as --out judged.jsonl")
     if out.exists() and not labels_of(config.out).exists():
-        raise DataError(f"{out} is there already, and no earlier rlhf label wrote it: name another out")
+        raise DataError(
+            f"{out} is there already, and no earlier rlhf label wrote it: name another file to write, "
+            "such as --out judged.jsonl"
+        )
 
 
 class Labels:

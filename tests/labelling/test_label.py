@@ -263,7 +263,7 @@ def test_no_file_of_the_user_s_is_overwritten(folder: Path) -> None:
     write_rows(people, [{"prompt": "p", "chosen": "good", "rejected": "bad"}])
     before = [path.read_bytes() for path in (completions, people)]
     for out, compared, message in (
-        (people, None, "is there already, and no earlier rlhf label wrote it"),
+        (people, None, "no earlier rlhf label wrote it: name another file to write, such as --out judged.jsonl"),
         (completions, None, "which is read: name another file"),
         (people, str(people), "which is read: name another file"),
     ):
