@@ -399,7 +399,7 @@ def _add_serve_policy(policy: argparse.ArgumentParser) -> None:
 
 
 def _add_quickstart(quickstart: argparse.ArgumentParser) -> None:
-    _add_overrides(quickstart)
+    _add_overrides(quickstart, "settings of the PPO stage, e.g. algorithm.kl.coef=0.1")
     quickstart.add_argument("--seed", type=int, default=0, help="seed of every stage (default: 0)")
     quickstart.add_argument("--out", default="runs/quickstart", help="folder for the runs (default: runs/quickstart)")
 

@@ -53,6 +53,12 @@ def test_without_a_verb_the_help_is_printed(capsys: pytest.CaptureFixture[str]) 
     assert "reward" in out
 
 
+def test_the_help_of_the_quickstart_names_the_stage_of_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["quickstart", "--help"])
+    assert "settings of the PPO stage" in capsys.readouterr().out
+
+
 def test_the_version_is_printed_and_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["--version"])
