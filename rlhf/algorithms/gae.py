@@ -97,8 +97,8 @@ class Gae(Advantage):
         """Check that there are enough completions to whiten over."""
         if self.whiten and sizes.completions < FEWEST_TO_WHITEN:
             raise ValueError(
-                f"whitening over {sizes.completions} completions is noise: use {FEWEST_TO_WHITEN} or more, or "
-                "algorithm.advantage.whiten=false"
+                f"whitening over {sizes.completions} completions is noise: raise batch.prompts_per_step x "
+                f"sampling.completions_per_prompt to {FEWEST_TO_WHITEN}, or set algorithm.advantage.whiten=false"
             )
         if self.whitens_minibatches and sizes.completions < FEWEST_TO_WHITEN * sizes.minibatches:
             raise ValueError(

@@ -14,7 +14,7 @@ from rlhf.algorithms.policy_loss import PolicyLoss
 from rlhf.algorithms.ppo import ClipLoss
 from rlhf.algorithms.rescue import Rescue
 from rlhf.algorithms.value_loss import ValueLoss
-from rlhf.section import NonNegative, OneOf, Positive, Section, Usual
+from rlhf.section import Needed, NonNegative, OneOf, Positive, Section, Usual
 
 
 class Online(Section):
@@ -22,7 +22,7 @@ class Online(Section):
 
     preset: str | None = None
     """The preset that these settings start from."""
-    advantage: Annotated[Advantage, OneOf()]
+    advantage: Annotated[Advantage, OneOf(), Needed("set algorithm.preset, e.g. algorithm.preset=grpo")]
     """The advantage estimator."""
     policy_loss: Annotated[PolicyLoss, OneOf("clip")] = ClipLoss()
     """The policy's loss."""

@@ -53,7 +53,7 @@ ALIASES = {
     "n": "completions_per_prompt",
     "group_size": "completions_per_prompt",
     "num_generations": "completions_per_prompt",
-    "max_length": "max_new_tokens or max_tokens",
+    "max_length": "max_new_tokens or max_tokens or max_prompt_tokens",
     "output_dir": "out_dir",
     "resume": "checkpoint.resume",
 }
@@ -221,9 +221,16 @@ def _read_yaml(path: str | Path, extended_by: tuple[Path, ...]) -> Tree:
     except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold sections (run:, policy:, ...), not {type(tree).__name__}")
+        raise ConfigError(_without_sections(path, tree))
     settings = {str(key): value for key, value in tree.items() if key not in RUN_FOLDER_KEYS}
     return _extended(settings, file, extended_by)
+
+
+def _without_sections(path: str | Path, tree: object) -> str:
+    if tree is None:
+        return f"{path} is empty: write sections into it (run:, policy:, ...), or begin with a copy of configs/ppo.yaml"
+    kind = "list" if isinstance(tree, list) else "single value"
+    return f"{path} must hold sections (run:, policy:, ...), not a {kind}"
 
 
 def _extended(settings: Tree, file: Path, extended_by: tuple[Path, ...]) -> Tree:
@@ -566,7 +573,8 @@ def _needed_key(sections: Sequence[type[BaseModel]]) -> str:
 
 def _not_one_of(value: object, choices: Iterable[str]) -> str:
     choices = list(choices)
-    return f"{value!r} is not one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
+    near = did_you_mean("cuda" if value == "gpu" else str(value), choices)  # gpu is most like cpu
+    return f"{value!r} is not one of {', '.join(choices)}{near}"
 
 
 def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
@@ -634,7 +642,8 @@ def _nearest(key: str, models: Sequence[type[BaseModel]]) -> str:
     if near:
         return near
     if key in ALIASES:
-        return f"; here it is called {ALIASES[key]}"
+        here = " or ".join(name for name in ALIASES[key].split(" or ") if name in valid)
+        return f"; here it is called {here or ALIASES[key]}"
     return f"; valid keys here: {', '.join(valid)}" if valid else ""
 
 

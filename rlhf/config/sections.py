@@ -458,7 +458,7 @@ class TrainSections(Section):
     """Name, seed, folder and device of the run."""
     data: DataConfig = DataConfig()
     """The data sets."""
-    policy: PolicyConfig
+    policy: Annotated[PolicyConfig, Needed("set policy.model")]
     """The model being trained."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen policy to compare with."""
@@ -600,7 +600,7 @@ class OnlineConfig(TrainSections):
         RewardConfig, Needed("set reward.source, e.g. reward.source.type=model reward.source.path=runs/reward_model")
     ]
     """The source of scores and their shaping (online)."""
-    algorithm: Online
+    algorithm: Annotated[Online, Needed("set algorithm.preset, e.g. algorithm.preset=grpo")]
     """Advantage, policy loss, value loss and KL."""
 
     @property

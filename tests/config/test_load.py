@@ -167,6 +167,13 @@ def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("policy.learning_rate=1", "policy.learning_rate: unknown key; here it is called lr"),
+        ("run.device=gpu", "run.device: 'gpu' is not one of auto, cpu, cuda, mps; did you mean cuda?"),
+        ("algorithm=null", "algorithm is missing: set algorithm.preset, e.g. algorithm.preset=grpo"),
+        (
+            "algorithm.advantage=null",
+            "algorithm.advantage is missing: set algorithm.preset, e.g. algorithm.preset=grpo",
+        ),
+        ("policy=null", "policy is missing: set policy.model"),
         ("sampling.temprature=1", "sampling.temprature: unknown key; did you mean temperature?"),
         ("smapling.temperature=1", "smapling: unknown key; did you mean sampling?"),
         ("algorithm.advantage.gae_lamda=.9", "algorithm.advantage.gae_lamda: unknown key; did you mean gae_lambda?"),
@@ -203,7 +210,10 @@ def test_texts_that_look_like_numbers_survive_a_file(tmp_path: Path) -> None:
         ),
         ("algorithm.policy_loss={type: cispo, clip_eps: 1}", "algorithm.policy_loss.clip_eps: unknown key"),
         ("schedule.epochs=2", "give schedule.steps or schedule.epochs"),
-        ("batch.prompts_per_step=1", "whitening over 4 completions is noise"),
+        (
+            "batch.prompts_per_step=1",
+            "4 completions is noise: raise batch.prompts_per_step x sampling.completions_per_prompt to 8",
+        ),
         ("policy.lr", "cannot read 'policy.lr': write section.key=value"),
         ("=3", "cannot read '=3'"),
         ("policy.lr=[", "not valid YAML"),
@@ -220,6 +230,15 @@ def test_a_mistake_is_named(override: str, message: str | None) -> None:
     with pytest.raises(ConfigError) as error:
         train_config(merge(tree, parse_overrides([override])))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [("sampling.max_length=9", "max_new_tokens"), ("data.prompts.max_length=9", "max_prompt_tokens")],
+)
+def test_a_hint_names_a_key_of_its_own_section(override: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf": unknown key; here it is called {key}$"):
+        train_config(merge(base(), parse_overrides([override])))
 
 
 @pytest.mark.parametrize(
@@ -573,6 +592,8 @@ def _online(config: TrainConfig) -> Online:
 @pytest.mark.parametrize(
     "text, message",
     [
+        ("", "is empty: write sections"),
+        ("- run", "must hold sections .*, not a list"),
         ("run: !!timestamp 2001-99-99", "not valid YAML"),
         ("run: !!int ''", "not valid YAML"),
         ("run: &a [*a]", "Circular"),
