@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf.comparison.plan import CellPlan
+from rlhf.comparison.plan import FIXED_SETTINGS, CellPlan
 from rlhf.config.compare import START_FOLDER
 from rlhf.config.data import PromptsConfig
 from rlhf.config.files import Tree, branch_at, merge, parse_overrides
@@ -243,11 +243,11 @@ def check_arm_files(plan: CellPlan, lookups: Lookups | None = None, *checks: Cal
         checks: further checks of each arm's configuration.
 
     Raises:
-        ConfigError: something is missing or wrong, one line for each, with the arm's name.
+        ConfigError: something is missing or wrong, one line for each, with the comparison's key or the arm's name.
     """
     check_out_dir(str(plan.folder), "out_dir")
     lookups = Lookups() if lookups is None else lookups
-    problems: dict[str, str] = {}  # by the text of the problem: most are common to all arms
+    problems: dict[str, str] = {}  # problem -> the first arm that has it: most are common to all arms
     if plan.config.pairs is not None:
         _check_pair_judge(plan.config.pairs.judge, lookups)
     for cell in plan.untuned():
@@ -258,9 +258,20 @@ def check_arm_files(plan: CellPlan, lookups: Lookups | None = None, *checks: Cal
             try:
                 call()
             except UserError as error:
-                problems.setdefault(str(error), f"arms.{cell.arm}" if cell.arm != START_FOLDER else "all arms")
+                for problem in str(error).splitlines():
+                    problems.setdefault(problem, cell.arm)
     if problems:
-        raise ConfigError("\n".join(f"{where}: {problem}" for problem, where in problems.items()))
+        raise ConfigError("\n".join(_with_key(problem, arm) for problem, arm in problems.items()))
+
+
+def _with_key(problem: str, arm: str) -> str:
+    """Return a problem under the comparison's key for it, or after the name of its arm."""
+    for setting, key in FIXED_SETTINGS.items():
+        if problem.startswith((f"{setting}.", f"{setting}:")):
+            return key + problem.removeprefix(setting)
+    if arm != START_FOLDER:
+        return f"arms.{arm}: {problem}"
+    return f"shared.{problem}" if problem.startswith("data.") else f"all arms: {problem}"
 
 
 def _check_suite(name: str, settings: Mapping[str, Any], lookups: Lookups) -> None:

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -45,9 +45,10 @@ ALIASES = {
     "num_train_epochs": "epochs",
     "ppo_epochs": "epochs",
     "max_steps": "steps",
-    "beta": "coef (algorithm.kl.coef; ORPO's is algorithm.loss.coef)",
+    "beta": "coef (algorithm.kl.coef)",
     "kl_coef": "coef (algorithm.kl.coef)",
     "cliprange": "clip_eps_low and clip_eps_high",
+    "clip_range": "clip_eps_low and clip_eps_high",
     "clip_eps": "clip_eps_low and clip_eps_high",
     "lam": "gae_lambda",
     "n": "completions_per_prompt",
@@ -613,20 +614,53 @@ def full_key(name: str, fields: Iterable[str] = ("policy",)) -> str | None:
 
 def _full_key(keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:
     """Name the key that a name at the top of a configuration stands for; empty if it stands for none."""
-    if len(keys) != 1 or CompareConfig in models or did_you_mean(keys[0], models[0].model_fields):
+    if len(keys) != 1 or CompareConfig in models:
         return ""
-    if short := full_key(keys[0], models[0].model_fields):
+    name, fields, below = keys[0], models[0].model_fields, _keys_below(models[0])
+    if short := full_key(name, fields):
         return f"; the full key is {short}"
-    below = [
-        f"{section}.{name}"
-        for section, field in models[0].model_fields.items()
-        for name in dict.fromkeys(name for kind in sections_of(field.annotation) for name in kind.model_fields)
-    ]
-    exact = [key for key in below if key.endswith(f".{keys[0]}")]
+    if alias := _with_full_keys(ALIASES.get(name, ""), fields, below):
+        return f"; here it is called {alias}"
+    if did_you_mean(name, fields):
+        return ""
+    exact = _called(name, below)
     if 0 < len(exact) <= 3:
         return f"; the full key is {' or '.join(exact)}"
-    near = difflib.get_close_matches(keys[0], {key.partition(".")[2] for key in below}, n=1, cutoff=0.8)
-    return f"; did you mean {' or '.join(key for key in below if key.endswith(f'.{near[0]}'))}?" if near else ""
+    in_sections = {key.partition(".")[2] for key in below if key.count(".") == 1}
+    near = difflib.get_close_matches(name, in_sections, n=1, cutoff=0.8)
+    return f"; did you mean {' or '.join(_called(near[0], below))}?" if near else ""
+
+
+def _keys_below(model: type[BaseModel], prefix: str = "", above: tuple[type, ...] = ()) -> list[str]:
+    """Return the full keys of a configuration, of all members of its sections; a section in itself is left out."""
+    keys = []
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        keys.append(key)
+        annotation = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+        for section in sections_of(annotation):
+            if section not in above:
+                keys += _keys_below(section, f"{key}.", (*above, section))
+    return list(dict.fromkeys(keys))
+
+
+def _called(name: str, keys: Iterable[str]) -> list[str]:
+    """Return the keys that end in a name, of the least depth at which there is one."""
+    ending = [key for key in keys if key.endswith(f".{name}")]
+    depth = min((key.count(".") for key in ending), default=0)
+    return [key for key in ending if key.count(".") == depth]
+
+
+def _with_full_keys(alias: str, fields: Iterable[str], below: Sequence[str]) -> str:
+    """Return the names of an alias as full keys, if each stands for one; empty if the configuration lacks a key."""
+    if any(key not in below for key in re.findall(r"\w+\.[\w.]+", alias)):
+        return ""
+
+    def full(match: re.Match[str]) -> str:
+        called = [key for key in below if key.endswith(f".{match[0]}")]
+        return full_key(match[0], fields) or (called[0] if len(called) == 1 else match[0])
+
+    return re.sub(r"(?<![\w.])\w+(?![\w.])", full, alias)
 
 
 def _of_best_of_n(keys: Sequence[str], models: Sequence[type[BaseModel]]) -> str:

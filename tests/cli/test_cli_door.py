@@ -115,6 +115,8 @@ def test_the_wrong_verb_for_a_file_names_the_right_one(
         ("train", "configs/dpo.yaml", "steps=3", "schedule.steps"),
         ("train", "configs/ppo.yaml", "completions_per_prompt=8", "sampling.completions_per_prompt"),
         ("train", "configs/ppo.yaml", "dtype=bfloat16", "policy.dtype or teacher.dtype"),
+        ("train", "configs/ppo.yaml", "gae_lambda=0.9", "algorithm.advantage.gae_lambda"),
+        ("train", "configs/dpo.yaml", "beta=0.1", "algorithm.loss.beta"),
         ("reward", "configs/reward_model.yaml", "lr=1e-5", "model.lr"),
     ],
 )
@@ -123,6 +125,23 @@ def test_a_short_name_of_a_setting_is_answered_with_the_full_key(
 ) -> None:
     error = error_of(capsys, verb, file, setting)
     assert error == f"error: {setting.partition('=')[0]}: unknown key; the full key is {key}\n"
+
+
+@pytest.mark.parametrize(
+    ("setting", "keys"),
+    [
+        ("beta=0.1", "coef (algorithm.kl.coef)"),
+        ("batch_size=8", "batch.prompts_per_step or batch.micro_batch_size"),
+        ("num_generations=4", "sampling.completions_per_prompt"),
+        ("clip_range=0.1", "algorithm.policy_loss.clip_eps_low and algorithm.policy_loss.clip_eps_high"),
+        ("num_epochs=2", "schedule.epochs"),
+    ],
+)
+def test_a_name_that_others_use_is_answered_with_ours(
+    setting: str, keys: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = error_of(capsys, "train", "configs/ppo.yaml", setting)
+    assert error == f"error: {setting.partition('=')[0]}: unknown key; here it is called {keys}\n"
 
 
 def test_a_name_that_is_nearly_a_setting_is_answered_with_the_full_key(capsys: pytest.CaptureFixture[str]) -> None:

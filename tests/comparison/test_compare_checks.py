@@ -73,8 +73,8 @@ def test_every_problem_is_listed_once(folder: Path) -> None:
         suites={"ifeval": {"dataset": {"path": str(folder / "ifeval.jsonl")}}},
     )
     lines = problems(tree).splitlines()
-    assert [line.split(": ")[0] for line in lines] == ["all arms", "all arms", "arms.own"]
-    assert "policy.model: no such file or folder" in lines[0]
+    assert [line.split(": ")[0] for line in lines] == ["start", "all arms", "arms.own"]
+    assert "start: no such file or folder" in lines[0]
     assert "suites.ifeval: dataset.path: no such file or folder" in lines[1]
     assert "kubic" in lines[2]
 
@@ -95,6 +95,18 @@ def test_a_folder_that_cannot_be_written_is_said_first(folder: Path) -> None:
     (folder / "taken").write_text("a file")
     with pytest.raises(ConfigError, match=r"out_dir: cannot write into .*taken \(it is a file\)"):
         check_arms(plan_of(compare_tree(folder, out_dir=str(folder / "taken"))))
+
+
+def test_problems_have_the_keys_of_the_comparison(folder: Path) -> None:
+    tree = compare_tree(
+        folder,
+        start=str(folder / "sft"),
+        reward_source={"type": "model", "path": str(folder / "reward")},
+        judge={"type": "model", "path": str(folder / "judge")},
+        shared={"data": {"prompts": {"path": str(folder / "none.jsonl")}}},
+    )
+    keys = [line.split(": ")[0] for line in problems(tree).splitlines()]
+    assert keys == ["start", "reward_source.path", "judge.path", "shared.data.prompts.path"]
 
 
 def test_a_misspelt_loss_is_named_before_the_lab_is_made(folder: Path) -> None:

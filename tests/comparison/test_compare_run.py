@@ -220,7 +220,7 @@ def test_a_failed_cell_is_tried_again_and_a_finished_one_is_not(tmp_path: Path) 
 
 def test_without_the_start_model_there_is_nothing_to_compare(tmp_path: Path) -> None:
     tree = compare_tree(tmp_path, seeds=[0], start=str(tmp_path / "gone"))
-    with pytest.raises(UserError, match=r"all arms: policy.model: no such file or folder: .*gone"):
+    with pytest.raises(UserError, match=r"^start: no such file or folder: .*gone"):
         compared(tree)
 
 
