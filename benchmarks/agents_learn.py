@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -138,6 +139,11 @@ def settings_of(task: Task, arm: str, seed: int) -> dict[str, Any]:
     return merge(tree, {"run": {"seed": seed}, "sampling": {"max_new_tokens": task.tokens}, "environment": environment})
 
 
+def with_steps(task: Task, steps: int | None) -> Task:
+    """Return the task with as many steps of training, if they are given."""
+    return task if steps is None else replace(task, settings=merge(task.settings, {"schedule": {"steps": steps}}))
+
+
 def learn(task: Task, arm: str, start: Path, folder: Path, seed: int) -> tuple[Path, dict[str, Any]]:
     """Train the start by an algorithm; return the model's folder, the sampled tokens and the curve."""
     tree = settings_of(task, arm, seed)
@@ -228,6 +234,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--steps", type=int, help="steps of PPO and GRPO, instead of the task's")
     parser.add_argument("--work", type=Path, default=Path("runs/agents-learn"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -239,7 +246,7 @@ def main() -> None:
             cell = content["cells"].setdefault(f"{name}/{seed}", {})
             for arm in args.arms:
                 if arm not in cell:
-                    cell[arm] = run_cell(TASKS[name], arm, seed, args.work)
+                    cell[arm] = run_cell(with_steps(TASKS[name], args.steps), arm, seed, args.work)
                     args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
                     print(name, seed, arm, cell[arm], flush=True)  # noqa: T201
     sys.stdout.write(table(content["cells"]) + "\n")

@@ -1148,6 +1148,35 @@ def test_what_is_off_by_default_in_the_lab() -> None:
     assert wrong(list(told.groups()), [arms["ppo"]["score"], arms["ppo"]["kl"]]) == []
 
 
+TRUST_REGION = {
+    "PPO with the clip": "ppo",
+    "PPO with a penalty": "ppo_penalty",
+    "TRPO": "trpo",
+    "natural gradient": "npg",
+}
+
+
+def test_the_trust_region_beside_the_clip() -> None:
+    text, results = page("docs/experiments/trust_region.md"), read("compare_trust_region.json")
+    arms, searched = results["arms"], results["trust_region"]["arms"]
+    for row in [row for row in rows(text) if row[0] in TRUST_REGION]:
+        arm = arms[TRUST_REGION[row[0]]]
+        parts = (arm["gain"].values(), [arm["kl"]], [arm["at_equal_kl"][key] for key in ("score", "low", "high")])
+        values = [*(value for part in parts for value in part), arm["costs"]["seconds"]]
+        assert wrong([number for cell in row[1:] for number in numbers(cell)], values) == [], row
+    assert wrong(told(text, r"score at ([\d.]+) nats"), [results["equal_kl"]]) == []
+    assert sum(seed["above_max_kl"] for seed in searched["trpo"].values()) == 0
+    assert wrong(told(text, r"\(largest ([\d.]+)\)"), [max(seed["kl_max"] for seed in searched["trpo"].values())]) == []
+    npg = searched["npg"].values()
+    above, times = sum(seed["above_max_kl"] for seed in npg), max(seed["kl_max"] for seed in npg) / 0.02
+    assert wrong(told(text, r"exceeded it in (\d+) of 150 steps, at most ([\d.]+) times"), [above, times]) == []
+    passes = [seed["forward_passes"] for seed in searched["trpo"].values()]
+    assert wrong(told(text, r"as often as (\d+) forward passes") * 3, passes) == []
+    ratio = arms["trpo"]["costs"]["seconds"] / arms["ppo"]["costs"]["seconds"]
+    assert round(ratio) == 5
+    assert "a fifth of the time" in page("docs/results.md")
+
+
 def test_the_flops_of_dpo_and_kto_in_the_lab() -> None:
     arms = read("compare_lab.json")["arms"]
     (behind, *shares) = told(
@@ -1171,31 +1200,30 @@ def test_what_smollm2_learned_of_a_game() -> None:
         assert wrong(shown, values) == [], row
         seen.add((label.lower(), seed))
     assert seen == {(name, seed) for name, seeds in runs.items() for seed in seeds}
-    rounded, dithered = (
-        runs[name][seed]["return_by_15_steps"] for name, seed in (("grpo", "0"), ("grpo with dither", "1"))
+    rounded, *dithered = (
+        runs[name][seed]["return_by_15_steps"]
+        for name, seed in (("grpo", "0"), ("grpo with dither", "1"), ("grpo with dither", "2"))
     )
+    without = r"after 75 steps \((\.\d+)\), and is (\.\d+) in the last 15\."
     (curves,) = re.findall(
-        r"after 75 steps \((.\d+)\), and is (.\d+) in .*? dither it is (.\d+) in .*? and (.\d+) in the last 15",
+        rf"{without} With dither it is (\.\d+) and (\.\d+) in steps 31 to 45, and (\.\d+) and (\.\d+) in the last 15",
         " ".join(page("docs/agents.md").split()),
     )
-    assert wrong([f"0{end}" for end in curves], [rounded[4], rounded[-1], dithered[2], dithered[-1]]) == []
+    ends = [rounded[4], rounded[-1], *(curve[n] for n in (2, -1) for curve in dithered)]
+    assert wrong([f"0{end}" for end in curves], ends) == []
     more = read("agents_smollm2.json")["more_sft"]
-    (told,) = re.findall(
-        r"more such games .*? wins (.*?) of 100 held-out games, and (.*?) before", page("docs/agents.md")
-    )
-    shares = [share_estimate("won", [1.0] * more[key] + [0.0] * (100 - more[key]), "") for key in ("won", "start_won")]
-    ends = [100 * end for share in shares for end in (share.value, share.low, share.high)]
-    assert wrong(numbers(" ".join(told)), ends) == []
+    assert more["games_imitated"] == runs["grpo with dither"]["1"]["games_trained_on"]
+    imitated = told(page("docs/agents.md"), r"PPO and GRPO play, the model wins (.*?) of 1,000 held-out games")
+    won = share_estimate("won", [1.0] * more["won"] + [0.0] * (more["held_out_games"] - more["won"]), "")
+    assert wrong(imitated, [100 * end for end in (won.value, won.low, won.high)]) == []
+    before = told(page("docs/agents.md"), r"GRPO's of seed 1, wins (\d+) % of 64")
+    assert wrong(before, [100 * more["start_won"] / more["start_stored_games"]]) == []
     won_by = [100 * runs["ppo"][seed][key] / 64 for key in ("won", "start_won") for seed in "012"]
-    told = re.search(
-        r"wins (\d+), (\d+) and (\d+) % of its games, from (\d+), (\d+) and (\d+)", page("docs/results.md")
-    )
-    assert told is not None
-    assert wrong(list(told.groups()), won_by) == []
-    by_grpo = re.findall(r"GRPO with dither (\d+) %, from (\d+) \(one seed\)", page("docs/results.md"))
-    assert (
-        wrong(list(by_grpo[0]), [100 * runs["grpo with dither"]["1"][key] / 64 for key in ("won", "start_won")]) == []
-    )
+    by_ppo = told(page("docs/results.md"), r"wins (\d+, \d+ and \d+ % of its games, from \d+, \d+ and \d+)")
+    assert wrong(by_ppo, won_by) == []
+    by_grpo = told(page("docs/results.md"), r"GRPO with dither (\d+ and \d+ %, from \d+ and \d+) \(two seeds\)")
+    by_seed = runs["grpo with dither"]
+    assert wrong(by_grpo, [100 * by_seed[seed][key] / 64 for key in ("won", "start_won") for seed in "12"]) == []
 
 
 def agent_cells(task: str) -> list[dict[str, Any]]:
