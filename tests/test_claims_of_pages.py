@@ -1270,10 +1270,17 @@ def test_what_ppo_learns_of_sums_without_a_tool() -> None:
     text = page("docs/agents.md")
     assert wrong(told(text, r"The imitation solves (\d+) %"), [max(points("no_tool", "start"))]) == []
     curves = [[100 * share for share in cell["ppo"]["curve"]] for cell in agent_cells("no_tool")]
-    shown = told(text, r"PPO solves (\d+, \d+ and \d+) % .*? and (\d+, \d+ and \d+) % of the sums of training")
+    shown = told(
+        text, r"solves 1 %\. PPO solves (\d+, \d+ and \d+) % .*? and (\d+, \d+ and \d+) % of the sums of training"
+    )
     assert wrong(shown, [*points("no_tool", "ppo"), *(curve[-1] for curve in curves)]) == []
     shown = told(text, r"in tens of steps: (.*?) % in the first seed, (.*?) in the second, (.*?) in the third")
     assert wrong(shown, [share for curve in curves for share in curve]) == []
+    long = [read("agents_no_tool_long.json")["cells"][f"no_tool/{seed}"]["ppo"] for seed in "012"]
+    shown = told(text, r"With 1,200 steps .*? PPO solves (\d+, \d+ and \d+) % .*? and (\d+, \d+ and \d+) % of the sums")
+    last = [sum(run["curve"][-10:]) / 10 for run in long]
+    assert wrong(shown, [100 * share for share in (*(run["success"] for run in long), *last)]) == []
+    assert all(len(run["curve"]) == 120 and 180 < run["cpu_seconds"] < 270 for run in long)
 
 
 def test_the_agent_that_a_cpu_trains() -> None:
