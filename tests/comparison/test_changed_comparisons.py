@@ -19,7 +19,7 @@ from runs import make_model, write_rows
 from rlhf.comparison.aggregate import read_cells, summarize
 from rlhf.comparison.costs import Costs
 from rlhf.comparison.page import finished_seeds, reward_hacking_points
-from rlhf.comparison.plan import Cell
+from rlhf.comparison.plan import Cell, CellPlan
 from rlhf.comparison.results import ComparisonResults, Evaluation, Measures
 from rlhf.comparison.scheduler import run_cells
 from rlhf.comparison.summary import end_table, equal_kl_table, notes, suite_tables
@@ -63,15 +63,30 @@ def judge(cell: Cell, figures: Mapping[str, Any] = STRICT) -> None:
         (cell.folder / FOLDER / f"{name}.json").write_text(json.dumps(content))
 
 
+def judged_plan(tree: Mapping[str, Any], figures: Mapping[str, Any] = STRICT) -> CellPlan:
+    """A comparison of which every cell is judged."""
+    plan = plan_of(tree)
+    for cell in plan.cells:
+        judge(cell, figures)
+    return plan
+
+
+def plan_without_a_suite(folder: Path) -> tuple[CellPlan, Path]:
+    """A judged comparison of two seeds, and the folder of its last cell, which has no result of its suite."""
+    plan = judged_plan(tree_of(folder, seeds=[0, 1]))
+    last = plan.of("dpo")[1].folder
+    suite_file(last, "ifeval").unlink()
+    return plan, last
+
+
 def stopped(cell: Cell, place: int) -> Ended:
     return Ended("interrupted")
 
 
 def test_an_arm_that_needs_nothing_more_has_not_failed(tmp_path: Path) -> None:
     """A suite that was added failed; `suites.NAME=null leaves it out`, as its message says."""
-    plan = plan_of(tree_of(tmp_path, suites={}))
+    plan = judged_plan(tree_of(tmp_path, suites={}))
     for cell in plan.cells:
-        judge(cell)
         record_failure(cell.folder, "suites.ifeval: the data are gone (suites.ifeval=null leaves it out)")
     assert run_cells(plan, stopped, ComparisonView())
     assert [failure_of(cell.folder) for cell in plan.cells] == [None, None]
@@ -98,9 +113,7 @@ def test_a_suite_with_other_settings_is_not_reported_before_it_is_measured_again
 
 def test_a_suite_that_was_measured_otherwise_by_hand_is_left_out_with_a_note(tmp_path: Path) -> None:
     """`rlhf eval FOLDER --suite ifeval limit=...` writes into the cell's own file."""
-    plan = plan_of(tree_of(tmp_path))
-    for cell in plan.cells:
-        judge(cell)
+    plan = judged_plan(tree_of(tmp_path))
     path = suite_file(plan.cells[1].folder, "ifeval")
     content = json.loads(path.read_text())
     content["config"]["sampling"]["max_new_tokens"] = 5
@@ -120,11 +133,7 @@ def test_a_suite_that_was_measured_otherwise_by_hand_is_left_out_with_a_note(tmp
 
 def test_an_arm_without_a_result_of_a_suite_is_named(tmp_path: Path) -> None:
     """The suite was added, and measuring it was interrupted, or it failed for one seed."""
-    plan = plan_of(tree_of(tmp_path, seeds=[0, 1]))
-    for cell in plan.cells:
-        judge(cell)
-    last = plan.of("dpo")[1]
-    suite_file(last.folder, "ifeval").unlink()
+    plan, last = plan_without_a_suite(tmp_path)
     results = summarize(plan, read_cells(plan))
     assert results.arms["dpo"].suites == {}
     (note,) = results.notes
@@ -132,19 +141,13 @@ def test_an_arm_without_a_result_of_a_suite_is_named(tmp_path: Path) -> None:
         "ifeval has no result for dpo, seed 1. Its table shows only models with a result for every seed, beside the "
         "start model's. The same command measures it."
     )
-    (last.folder / "judged.json").unlink()
-    assert (
-        summarize(plan, read_cells(plan)).notes == ()
-    )  # the seed is not finished, and the suite of the other is shown
+    (last / "judged.json").unlink()  # the seed is not finished: the other one's result is shown
+    assert summarize(plan, read_cells(plan)).notes == ()
 
 
 def test_a_seed_that_was_judged_counts_if_a_suite_fails_later(tmp_path: Path) -> None:
-    plan = plan_of(tree_of(tmp_path, seeds=[0, 1]))
-    for cell in plan.cells:
-        judge(cell)
-    last = plan.of("dpo")[1]
-    suite_file(last.folder, "ifeval").unlink()
-    record_failure(last.folder, "suites.ifeval: the data are gone (suites.ifeval=null leaves it out)")
+    plan, last = plan_without_a_suite(tmp_path)
+    record_failure(last, "suites.ifeval: the data are gone (suites.ifeval=null leaves it out)")
     results = summarize(plan, read_cells(plan))
     assert [seed.status for seed in results.arms["dpo"].seeds] == ["done", "failed"]
     assert (results.win_rates, results.finals["dpo"].measures.score) == ((), 2.0)
@@ -155,9 +158,7 @@ def test_a_seed_that_was_judged_counts_if_a_suite_fails_later(tmp_path: Path) ->
 
 def test_a_suite_without_figures_does_not_end_the_report(tmp_path: Path) -> None:
     """A tag of lm-eval has figures of its tasks alone; a judge of pairs may abstain on all of them."""
-    plan = plan_of(tree_of(tmp_path))
-    for cell in plan.cells:
-        judge(cell, {})
+    plan = judged_plan(tree_of(tmp_path), {})
     results = summarize(plan, read_cells(plan))
     assert (results.suite_differences, suite_tables(results)) == ((), [])
 
@@ -185,9 +186,7 @@ def test_models_that_answer_at_other_lengths_are_named(
 ) -> None:
     tree = tree_of(tmp_path)
     tree["arms"]["dpo"]["sampling"] = {"max_new_tokens": length}
-    plan = plan_of(tree)
-    for cell in plan.cells:
-        judge(cell, figures)
+    plan = judged_plan(tree, figures)
     cells = read_cells(plan)
     assert [set(result.suites) for result in cells] == [{"ifeval"}] * 2
     judged = "sampling.max_new_tokens of the judged completions: 6 (start); 8 (dpo). For one value set shared.sampling."
@@ -199,9 +198,7 @@ def test_models_that_answer_at_other_lengths_are_named(
 def test_models_that_are_judged_at_another_temperature_are_named(tmp_path: Path) -> None:
     tree = tree_of(tmp_path)
     tree["arms"]["dpo"]["sampling"] = {"temperature": 0.5}
-    plan = plan_of(tree)
-    for cell in plan.cells:
-        judge(cell)
+    plan = judged_plan(tree)
     told = "sampling.temperature of the judged completions: 1.0 (start); 0.5 (dpo). For one value set shared.sampling."
     assert summarize(plan, read_cells(plan)).notes == (f"{told}temperature.",)
 
@@ -222,9 +219,7 @@ def test_no_figure_of_another_start_model_is_taken(tmp_path: Path, monkeypatch: 
 def test_the_kl_of_a_best_checkpoint_is_not_that_of_the_last_evaluation(tmp_path: Path) -> None:
     tree = tree_of(tmp_path, suites={})
     tree["arms"]["dpo"]["checkpoint"] = {"best": {"patience": 1}}
-    plan = plan_of(tree)
-    for cell in plan.cells:
-        judge(cell)
+    plan = judged_plan(tree)
     folder = plan.cells[1].folder
     lines = [{"step": step, "eval/score": 1.0, "best/step": float(min(step, 2))} for step in (0, 2, 4)]
     (folder / "metrics.jsonl").write_bytes(b"".join(map(encode_line, lines)))
