@@ -151,7 +151,8 @@ def cell(suite: str, result: Mapping[str, Any] | None) -> str:
         return ""
     name = FIRST.get(suite) or next(iter(result["figures"]))
     figure = result["figures"][name]
-    return f"{figure['value']:.3f} [{figure['low']:.3f}, {figure['high']:.3f}]"
+    interval = "" if figure["low"] is None else f" [{figure['low']:.3f}, {figure['high']:.3f}]"
+    return f"{figure['value']:.3f}{interval}"
 
 
 if __name__ == "__main__":

@@ -63,8 +63,14 @@ def locate_config(path: str | Path) -> Path:
 
 
 def nearest_config(path: str | Path) -> Path | None:
-    """Return the existing configuration whose name is nearest to `path`'s, in the folder that `path` names."""
+    """Return the existing configuration whose name is nearest to `path`'s, in the folder that `path` names.
+
+    If that folder is missing, `config/ppo.yaml` and `ppo.yaml` stand for `configs/ppo.yaml`.
+    """
     file = Path(path)
+    shipped = Path(CONFIGS, *(file.parts[1:] or file.parts))
+    if (len(file.parts) < 2 or not file.parent.is_dir()) and locate_config(shipped).is_file():
+        return shipped
     folders = [file.parent]
     if _is_shipped_name(file):
         folders.append(shipped_configs().joinpath(*file.parts[1:-1]))

@@ -17,6 +17,7 @@ from rlhf.config.compare import BestOfNArm, CompareConfig, TrainedArm
 from rlhf.config.data import ChatFormat, DataConfig
 from rlhf.config.files import (
     COMPARE_CONFIG,
+    RUN_CONFIG,
     Tree,
     locate_config,
     merge,
@@ -212,6 +213,10 @@ def read_yaml(path: str | Path) -> Tree:
 
 def _read_yaml(path: str | Path, extended_by: tuple[Path, ...]) -> Tree:
     file = locate_config(path)
+    if file.is_dir():
+        raise ConfigError(
+            f"{path} is a folder without {RUN_CONFIG} or {COMPARE_CONFIG}: name a YAML file in it, or a run"
+        )
     if not file.is_file():
         near = nearest_config(path)
         raise ConfigError(f"no configuration file {str(path)!r}{f'; did you mean {near}?' if near else ''}")

@@ -273,7 +273,10 @@ def _hub_rows(name: str, split: str) -> Iterator[DataRow]:
 
 def _parquet_rows(path: Path) -> Iterator[DataRow]:
     import datasets
+    import pyarrow.parquet
 
+    if pyarrow.parquet.read_metadata(path).num_rows == 0:  # an empty shard, which `datasets` cannot read
+        return
     try:
         stream = datasets.load_dataset("parquet", data_files=glob.escape(str(path)), split="train", streaming=True)
         yield from _numbered_rows(stream, str(path))
@@ -359,7 +362,12 @@ def _json_rows(path: Path, skips: RowCounts) -> Iterator[DataRow]:
 
 
 def _csv_rows(path: Path, skips: RowCounts) -> Iterator[DataRow]:
-    text = _read_bytes(path).decode("utf-8-sig")
+    data = _read_bytes(path)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}: cannot be read: line {line} is not UTF-8; save the file as UTF-8") from error
     csv.field_size_limit(2**31 - 1)  # the default refuses cells of more than 128 KiB, such as long transcripts
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] | None = None
@@ -375,13 +383,15 @@ def _csv_rows(path: Path, skips: RowCounts) -> Iterator[DataRow]:
             continue
         if cells is None:
             return
+        if not cells:  # an empty line
+            continue
         if header is None:
             header = cells
             if len(set(header)) < len(header):
                 raise DataError(f"{path}: two columns have the same name: {', '.join(header)}")
         elif len(cells) == len(header):
             yield DataRow(dict(zip(header, cells, strict=True)), str(path), number)
-        elif cells:
+        else:
             mismatch = f"{len(cells)} cells where the header has {len(header)}"
             skips.add(DataRow({}, str(path), number), "not as wide as the header", mismatch)
 

@@ -64,6 +64,8 @@ def test_a_run_folder_stands_for_its_configuration(elsewhere: Path) -> None:
 
 def test_a_misspelled_name_has_its_nearest_from_both_places(elsewhere: Path) -> None:
     assert nearest_config("configs/pppo.yaml") == Path("configs/ppo.yaml")
+    assert nearest_config("config/lab/ppo.yaml") == Path("configs/lab/ppo.yaml")
+    assert nearest_config("ppo.yaml") == Path("configs/ppo.yaml")
     (elsewhere / "configs").mkdir()
     (elsewhere / "configs" / "mine.yaml").write_text(MINE)
     assert nearest_config("configs/mien.yaml") == Path("configs/mine.yaml")
@@ -71,6 +73,8 @@ def test_a_misspelled_name_has_its_nearest_from_both_places(elsewhere: Path) -> 
         ConfigError, match=r"no configuration file 'configs/lab/pqo.yaml'; did you mean configs/lab/ppo"
     ):
         read_yaml("configs/lab/pqo.yaml")
+    with pytest.raises(ConfigError, match=r"configs is a folder without config.yaml or compare.yaml: name a YAML file"):
+        read_yaml("configs")
 
 
 def test_an_installed_package_has_its_own_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

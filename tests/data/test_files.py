@@ -51,6 +51,15 @@ def test_rows_are_numbered_as_an_editor_shows_them(write: Write) -> None:
     assert [(row.number, row.place) for row in jsonl] == [(1, "rows.jsonl:1"), (3, "rows.jsonl:3")]
     table = load_rows(DatasetConfig(path=write('a,b\n"x\ny",1\nz,2\n', "t.csv")))
     assert [row.number for row in table] == [2, 4]
+    late = load_rows(DatasetConfig(path=write("\na,b\n\nx,1\n", "late.csv")))
+    assert [(row.number, row.values) for row in late] == [(4, {"a": "x", "b": "1"})]
+
+
+def test_an_empty_shard_has_no_rows(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.to_parquet(str(tmp_path / "train-00000-of-00002.parquet"))
+    rows.select([]).to_parquet(str(tmp_path / "train-00001-of-00002.parquet"))
+    assert values(str(tmp_path)) == ROWS
 
 
 def test_cells_and_line_separators_within_texts_stay_as_they_are(write: Write) -> None:
@@ -100,7 +109,7 @@ def test_every_line_that_an_open_quote_takes_is_counted(write: Write, end: str, 
         ("a.json", b'{"a": 1}', "array of objects"),
         ("a.jsonl.gz", b"plain", "cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 50, mtime=0)[:-12], "cannot be read"),
-        ("a.csv", b"a,b\n\xff,1\n", "cannot be read"),
+        ("a.csv", b"a,b\n2,1\n\xff,1\n", "cannot be read: line 3 is not UTF-8"),
         ("a.csv", b"a,a\n1,2\n", "two columns have the same name"),
         ("a.parquet", b"junk", "cannot be read"),
         ("a.parquet", b"", "cannot be read"),
