@@ -806,6 +806,38 @@ def test_other_algorithms_by_pairs_with_samples_of_the_start() -> None:
     assert wrong(decimals(" ".join(told.groups()).replace("−", "-")), values) == []
 
 
+def test_the_models_of_the_own_pairs_on_other_sentences() -> None:
+    results = read("compare_detox_800_other_sentences.json")
+    arms, bounds = results["arms"], ("value", "low", "high")
+    start = [results["start"]["j"][key] for key in bounds]
+    j = {arm: [arms[arm]["j"][key] for key in bounds] for arm in arms}
+    told = re.search(
+        r"PPO has J (\S+) \[(\S+), (\S+)\] \((\S+) and (\S+) by seed\), a gain of (\S+) \[(\S+), (\S+)\] over a start of "
+        r"(\S+) \[(\S+), (\S+)\]\.",
+        further_of_detox(),
+    )
+    assert told is not None
+    seeds = [arms["ppo"]["seeds"][seed]["j"]["value"] for seed in "01"]
+    gain = [arms["ppo"]["j"]["gain"][key] for key in bounds]
+    assert wrong(decimals(" ".join(told.groups())), [*j["ppo"], *seeds, *gain, *start]) == []
+    told = re.search(
+        r"GRPO has J (\S+) \[(\S+), (\S+)\], DPO (\S+) \[(\S+), (\S+)\] and people (\S+); PPO is (\S+) \[(\S+), (\S+)\] "
+        r"above GRPO and (\S+) \[(\S+), (\S+)\] above DPO",
+        further_of_detox(),
+    )
+    assert told is not None
+    more = {row["b"]: row for row in results["suite_differences"] if row["a"] == "ppo"}
+    differences = [more[arm][key] for arm in ("grpo_kl_in_reward", "dpo") for key in bounds]
+    people = results["people"]["human_j"]
+    values = [*j["grpo_kl_in_reward"], *j["dpo"], people, *differences]
+    assert wrong(decimals(" ".join(told.groups())), values) == []
+    told = re.search(
+        r"PPO ends at (\.\d+) \[(\S+), (\S+)\], from (\S+) \[(\S+), (\S+)\]\.", " ".join(page("README.md").split())
+    )
+    assert told is not None
+    assert wrong(decimals(" ".join(told.groups())), [*j["ppo"], *start]) == []
+
+
 def test_ppo_from_fewer_rewrites_in_bfloat16() -> None:
     results = read("compare_detox_800_bf16.json")
     told = re.search(r"is (\.\d+) and (\.\d+); it then stays in one seed and falls to (\.\d+)", further_of_detox())
