@@ -1342,15 +1342,19 @@ def test_sampling_of_episodes_with_a_prefix_cache(name: str) -> None:
 
 
 def test_the_share_of_the_reward_that_a_critic_can_explain() -> None:
-    (start, after), seen = read_list("critic_ceiling.json"), set()
-    assert (start["policy"], after["policy"]) == ("runs/detox/sft", "runs/detox/ppo")
+    columns, seen = read_list("critic_ceiling.json") + read_list("critic_ceiling_own.json"), set()
+    policies = ["runs/detox/sft", "runs/detox/ppo", "runs/detox/sft", "runs/own/compare/ppo/seed-0"]
+    assert [column["policy"] for column in columns] == policies
     for row in rows(page("docs/experiments/detox.md")):
         key = {"the reward model's own head on unfinished answers": "the reward model's own head"}.get(row[0], row[0])
-        if len(row) == 3 and key in start:
+        if len(row) == 5 and key in columns[0]:
             shown = [cell.replace("−", "-").replace(".", "0.") for cell in row[1:]]
-            assert wrong(shown, [start[key], after[key]]) == [], row
+            assert wrong(shown, [column[key] for column in columns]) == [], row
             seen.add(key)
     assert len(seen) == 5
+    spread = re.search(r"deviation of (\S+) after PPO; (\S+) without", page("docs/experiments/detox.md"))
+    assert spread is not None
+    assert wrong(decimals(" ".join(spread.groups())), [columns[3]["score std"], columns[1]["score std"]]) == []
 
 
 ZERO_REWARD = ["plain", "shaped", "curriculum", "shaped_curriculum", "ppo", "ppo_shaped", "ppo_sequence"]
