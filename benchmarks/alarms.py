@@ -72,7 +72,7 @@ _CALLS = itertools.count()
 
 
 def sometimes_nan(completions: list[str]) -> list[float]:
-    """Score as the gold, but for a NaN in every call after the third."""
+    """Score as the gold, with a NaN in every call after the third."""
     scores = golds(*completions)
     return [float("nan"), *scores[1:]] if next(_CALLS) > 2 else scores
 

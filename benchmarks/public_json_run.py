@@ -74,7 +74,7 @@ def has_types(value: Any, prompt: str) -> bool:
 
 
 def has_keys(value: Any, prompt: str) -> bool:
-    """Check that every name in quotation marks, but for the choices of a value, is a key somewhere."""
+    """Check that every name in quotation marks is a key somewhere, except for the choices of a value."""
     keys = {name for inner in below(value) if isinstance(inner, dict) for name in inner}
     return set(re.findall(r'"(\w+)"', CHOICE.sub("", prompt))) <= keys
 
