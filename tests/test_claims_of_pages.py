@@ -312,6 +312,59 @@ def test_what_the_page_says_of_json_on_a_cpu() -> None:
     assert wrong(decimals(" ".join(heads.groups())), fitted) == []
 
 
+CRITICS = {
+    "as shipped: λ 1, one epoch": "default",
+    "four epochs (`critic.epochs=4`)": "epochs_4",
+    "λ .95": "lambda_95",
+    "λ .95, the critic's λ 1": "lambda_decoupled",
+}
+
+
+def test_which_critic_learns_strict_json() -> None:
+    arms, shown = read("compare_critic.json"), set[tuple[str, str]]()
+    text = page("docs/experiments/json.md").split("### Which critic?")[1].split("\n## ")[0]
+    for row in rows(text):
+        name, _, seed = row[0].rpartition(", seed ")
+        if name not in CRITICS:
+            continue
+        cell = arms[CRITICS[name]][seed]
+        full = [100 * cell["full"][key] for key in ("value", "low", "high")]
+        explained = [cell[key][1] for key in ("explained_variance", "explained_beyond_position")]
+        assert wrong(numbers(row[1]), full) == [], row
+        assert wrong([row[2], row[3]], [100 * cell["parses"]["value"], cell["kl"]]) == [], row
+        assert wrong(decimals(f"{row[4]} {row[5]}".replace("−", "-")), explained) == [], row
+        assert wrong([row[6]], [cell["costs"]["flops"] / 1e12]) == [], row
+        shown.add((CRITICS[name], seed))
+    assert shown == {(arm, seed) for arm in CRITICS.values() for seed in arms[arm]}
+    one, four, flat = arms["default"], arms["epochs_4"], " ".join(text.split())
+    told = re.search(
+        r"is (\S+) \[(\S+), (\S+)\] higher \((\w+) seeds\), and the critic explains (\S+) to (\S+) of the returns", flat
+    )
+    assert told is not None
+    lead, second_half = arms["lead of epochs_4"], [cell["explained_variance"][1] for cell in four.values()]
+    assert {"two": 2, "three": 3}[told[4]] == lead["seeds"] == len(one) == len(four)
+    values = [lead["value"], lead["low"], lead["high"], min(second_half), max(second_half)]
+    assert wrong(decimals(" ".join((*told.groups()[:3], told[5], told[6]))), values) == []
+    assert all(four[seed]["score"] > one[seed]["score"] for seed in one)
+    told = re.search(r": (\S+) to (\S+) times the FLOPs, (\S+) to (\S+) times the time\.", flat)
+    assert told is not None
+    flops, seconds = (
+        [four[seed]["costs"][key] / one[seed]["costs"][key] for seed in one] for key in ("flops", "seconds")
+    )
+    assert wrong(list(told.groups()), [min(flops), max(flops), min(seconds), max(seconds)]) == []
+    told = re.search(
+        r"with one epoch, (.*) % of the training answers are right; with one epoch (.*) % in the last", flat
+    )
+    assert told is not None
+    at_equal_time = [100 * cell["full_in_training"][5] for cell in four.values()]
+    at_the_end = [100 * cell["full_in_training"][7] for cell in one.values()]
+    assert wrong(numbers(f"{told[1]} {told[2]}"), [*at_equal_time, *at_the_end]) == []
+    told = re.search(r"explain (\.\d+) and (\.\d+) of the returns while", flat)
+    assert told is not None
+    less = [arms[arm]["0"]["explained_variance"][1] for arm in ("lambda_95", "lambda_decoupled")]
+    assert wrong(decimals(" ".join(told.groups())), less) == []
+
+
 def test_what_the_page_says_of_a_critic_that_counts_tokens() -> None:
     text = " ".join(page("docs/experiments/json.md").split(ON_A_CPU)[1].split(CHEAPER_MEANS)[0].split())
     steps = read("critic_beyond_position.json")["rows"]
@@ -812,8 +865,8 @@ def test_the_models_of_the_own_pairs_on_other_sentences() -> None:
     start = [results["start"]["j"][key] for key in bounds]
     j = {arm: [arms[arm]["j"][key] for key in bounds] for arm in arms}
     told = re.search(
-        r"PPO has J (\S+) \[(\S+), (\S+)\] \((\S+) and (\S+) by seed\), a gain of (\S+) \[(\S+), (\S+)\] over a start of "
-        r"(\S+) \[(\S+), (\S+)\]\.",
+        r"PPO has J (\S+) \[(\S+), (\S+)\] \((\S+) and (\S+) by seed\), a gain of (\S+) \[(\S+), (\S+)\] over a start "
+        r"of (\S+) \[(\S+), (\S+)\]\.",
         further_of_detox(),
     )
     assert told is not None
@@ -821,8 +874,8 @@ def test_the_models_of_the_own_pairs_on_other_sentences() -> None:
     gain = [arms["ppo"]["j"]["gain"][key] for key in bounds]
     assert wrong(decimals(" ".join(told.groups())), [*j["ppo"], *seeds, *gain, *start]) == []
     told = re.search(
-        r"GRPO has J (\S+) \[(\S+), (\S+)\], DPO (\S+) \[(\S+), (\S+)\] and people (\S+); PPO is (\S+) \[(\S+), (\S+)\] "
-        r"above GRPO and (\S+) \[(\S+), (\S+)\] above DPO",
+        r"GRPO has J (\S+) \[(\S+), (\S+)\], DPO (\S+) \[(\S+), (\S+)\] and people (\S+); PPO is (\S+) \[(\S+), "
+        r"(\S+)\] above GRPO and (\S+) \[(\S+), (\S+)\] above DPO",
         further_of_detox(),
     )
     assert told is not None
