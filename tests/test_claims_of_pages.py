@@ -1171,48 +1171,53 @@ def test_the_limit_in_the_lab() -> None:
 
 
 def test_the_limit_on_toxicity() -> None:
-    measured, seen = read("detox_lag.json"), 0
-    cells, late = list(measured["arms"]["ppo_lag"].values()), list(measured["late"].values())
-    high = list(measured["from 3"].values())
-    keys = ("late_cost", "multiplier", "eval_score", "eval_cost", "eval_kl")
+    measured, seen = read("detox_lag.json"), list[str]()
+    arms = {
+        "λ from 1.5, rate 0.5, lookahead 4, 8,192 completions": measured["arms"]["ppo_lag"],
+        "the same, 4,096 completions, seeds 11, 0 and 1": measured["4,096 completions"],
+        "λ from 1.5, rate 0.2, lookahead 10, 4,096 completions": measured["rate 0.2"],
+        "λ from 3, rate 0.1, lookahead 10, 4,096 completions": measured["from 3"],
+        "λ from 0.5, rate 0.5, lookahead 4, 3,072 completions, learning rate to 0": measured["late"],
+    }
+    cells, half, slow, high, late = (list(arm.values()) for arm in arms.values())
     text = page("docs/algorithms/safe_rlhf.md").split("## A limit on toxicity")[1]
     for row in rows(text):
-        arm = {"λ from 1.5": cells, "λ from 3": high, "λ from 0.5": late}.get(row[0].partition(",")[0])
-        if arm is None:
+        if row[0] not in arms:
             continue
-        for shown, key in zip(row[1:], keys, strict=True):
-            assert wrong(numbers(shown), [cell[key] for cell in arm]) == [], (row, key)
-        seen += 1
-    assert seen == 3
+        for shown, key in zip(row[1:], ("late_cost", "multiplier", "eval_score", "eval_cost", "eval_kl"), strict=True):
+            assert wrong(numbers(shown), [cell[key] for cell in arms[row[0]].values()]) == [], (row, key)
+        seen.append(row[0])
+    assert seen == list(arms)
     flat = " ".join(text.replace("−", "-").split())
-    near = re.search(r"the cost ends (\d+), (\d+) and (\d+) % below its limit", flat)
-    final = re.search(r"are (\d+) % above, (\d+) and (\d+) % below the limit, with standard errors of (\d+) %", flat)
-    chosen = re.search(r"with seed 11, which chose the settings, (\d+) %", flat)
+    off, half_off, slow_off, high_off, late_off = (
+        [100 * (cell["late_cost"] / measured["limit"] - 1) for cell in arm] for arm in (cells, half, slow, high, late)
+    )
+    assert all(abs(value) <= 10 for value in off)
+    assert list(measured["arms"]["ppo_lag"]) == ["0", "1", "2"]
+    near = re.search(r"of the steps it is (\S+), (\S+) and (\S+) % off \(seeds 0, 1 and 2\)", flat)
+    final = re.search(r"its cost is (\S+), (\S+) and (\S+) % off the limit, with standard errors of (\d+) %", flat)
+    with_half = re.search(r"controller is (\S+), (\S+) and (\S+) % off\*\* \(seeds 11, 0 and 1\)", flat)
+    slower = re.search(r"is slower: (\d+), (\d+) and (\d+) % below the limit", flat)
     below = re.search(r"below its limit\*\*, by (\d+), (\d+) and (\d+) %", flat)
     above = re.search(r"ends (\d+), (\d+) and (\d+) % above", flat)
     start = re.search(r"a cost of ([\d.]+) and a score of ([\d.]+) on 200", flat)
-    for told in (near, final, chosen, below, above, start):
+    spread = re.search(r"deviation of about ([\d.]+), and the mean of these 38 steps of ([\d.]+)\.", flat)
+    ranges = re.search(r"steps λ ranges from ([\d.]+) to ([\d.]+),", flat)
+    for told in (near, final, with_half, slower, below, above, start, spread, ranges):
         assert told is not None
-    off = {
-        name: [100 * (cell["late_cost"] / measured["limit"] - 1) for cell in arm]
-        for name, arm in {
-            "cells": cells,
-            "high": high,
-            "late": late,
-            "chosen": measured["chosen with"].values(),
-        }.items()
-    }
-    assert wrong(list(near.groups()), [-value for value in off["cells"]]) == []
-    assert sum(abs(value) <= 10 for value in off["cells"]) == 1
+    assert wrong(list(near.groups()), off) == []
     distances = [100 * (cell["eval_cost"] / measured["limit"] - 1) for cell in cells]
-    errors = [100 * cell["eval_cost_se"] / measured["limit"] for cell in cells]
-    assert wrong(list(final.groups()), [distances[0], -distances[1], -distances[2], statistics.mean(errors)]) == []
-    assert wrong([chosen[1]], [-value for value in off["chosen"]]) == []
-    assert wrong(list(below.groups()), sorted(-value for value in off["high"])) == []
-    assert wrong(list(above.groups()), sorted(off["late"])) == []
+    error = statistics.mean(100 * cell["eval_cost_se"] / measured["limit"] for cell in cells)
+    assert wrong(list(final.groups()), [*distances, error]) == []
+    assert wrong(list(with_half.groups()), half_off) == []
+    assert wrong(list(slower.groups()), [-value for value in slow_off]) == []
+    assert wrong(list(below.groups()), sorted(-value for value in high_off)) == []
+    assert wrong(list(above.groups()), sorted(late_off)) == []
     assert wrong(list(start.groups()), [measured["start"]["eval_cost"], measured["start"]["eval_score"]]) == []
-    spread = statistics.mean(statistics.pstdev(cell["costs"][-19:]) for cell in cells)
-    assert 0.035 < spread < 0.055
+    multipliers = [value for cell in cells for value in cell["multipliers"][-38:]]
+    assert wrong(list(ranges.groups()), [min(multipliers), max(multipliers)]) == []
+    of_a_step = statistics.mean(statistics.pstdev(cell["costs"][-38:]) for cell in cells)
+    assert wrong(list(spread.groups()), [of_a_step, of_a_step / 38**0.5]) == []
 
 
 def test_what_is_off_by_default_in_the_lab() -> None:
