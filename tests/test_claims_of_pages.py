@@ -338,14 +338,19 @@ def test_which_critic_learns_strict_json() -> None:
     assert shown == {(arm, seed) for arm in CRITICS.values() for seed in arms[arm]}
     one, four, flat = arms["default"], arms["epochs_4"], " ".join(text.split())
     told = re.search(
-        r"is (\S+) \[(\S+), (\S+)\] higher \((\w+) seeds\), and the critic explains (\S+) to (\S+) of the returns", flat
+        r"four times\*\*: (\d+) % right against (\d+), (\d+) % right against (\d+), (\d+) % right against (\d+)\. .*? "
+        r"is (\S+) \[(\S+), (\S+)\] higher \(three seeds\), and the critic explains (\S+) to (\S+) of the returns; with "
+        r"one epoch (\S+) to (\S+)\. -",
+        flat.replace("−", "-"),
     )
     assert told is not None
-    lead, second_half = arms["lead of epochs_4"], [cell["explained_variance"][1] for cell in four.values()]
-    assert {"two": 2, "three": 3}[told[4]] == lead["seeds"] == len(one) == len(four)
-    values = [lead["value"], lead["low"], lead["high"], min(second_half), max(second_half)]
-    assert wrong(decimals(" ".join((*told.groups()[:3], told[5], told[6]))), values) == []
-    assert all(four[seed]["score"] > one[seed]["score"] for seed in one)
+    lead = arms["lead of epochs_4"]
+    right = [100 * cell["full"]["value"] for seed in one for cell in (four[seed], one[seed])]
+    assert lead["seeds"] == len(one) == len(four) == 3
+    assert wrong(list(told.groups()[:6]), right) == []
+    halves = [sorted(cell["explained_variance"][1] for cell in arm.values()) for arm in (four, one)]
+    values = [lead["value"], lead["low"], lead["high"], *(half[end] for half in halves for end in (0, -1))]
+    assert wrong(decimals(" ".join(told.groups()[6:])), values) == []
     told = re.search(r": (\S+) to (\S+) times the FLOPs, (\S+) to (\S+) times the time\.", flat)
     assert told is not None
     flops, seconds = (
