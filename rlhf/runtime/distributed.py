@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -247,6 +248,7 @@ def init_distributed(device: torch.device, *, timeout_s: float) -> Distributed:
     """Initialize torch.distributed; without a launcher with a group of one, which DeepSpeed needs."""
     timeout = datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
+        atexit.register(shutdown)  # in a script of rlhf.train: a thread of the group left at the exit may abort it
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if world_size_from_env() > 1:
             dist.init_process_group(backend, timeout=timeout)

@@ -12,9 +12,12 @@ from sharded import start_ranks
 from rlhf.tracking.run_folder import RunFolder
 
 SCRIPT = """
-import os, time
+import atexit, os, pathlib, time
+from torch import distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import rlhf
+group_left = pathlib.Path(f"group-{os.environ['RANK']}")
+atexit.register(lambda: group_left.write_text(str(distributed.is_initialized())))
 time.sleep(2 * int(os.environ["RANK"]))  # the first process has written its rows long before
 rlhf.train(
     AutoModelForCausalLM.from_pretrained("model"),
@@ -38,6 +41,7 @@ def test_processes_share_a_folder_and_rows(tmp_path: Path, monkeypatch: pytest.M
     start_ranks([sys.executable, "script.py"], tmp_path, processes=2)
     assert [path.name for path in tmp_path.glob("run*")] == ["run"]
     assert not list((tmp_path / "run").rglob(".*-[01]")), "no process leaves its own copy"
+    assert [(tmp_path / f"group-{rank}").read_text() for rank in range(2)] == ["False"] * 2, "its threads end in order"
     assert RunFolder(tmp_path / "run").read_metrics()[-1]["step"] == 2
     assert ["step 2/2" in (tmp_path / f"log-{rank}").read_text() for rank in range(2)] == [True, False]
     with pytest.raises(AssertionError, match="run holds a run: give several processes another folder, or resume=True"):
