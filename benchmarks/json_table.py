@@ -20,8 +20,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-
 from rlhf.suites.questions import share_estimate
 
 PARTS = ("parses", "keys", "right", "only", "full")
@@ -95,6 +93,8 @@ NAMES = {
 
 def draw(arms: dict[str, dict[str, Any]], path: Path) -> None:
     """Draw the share of answers that meet everything against the KL to the start, one point per arm and seed."""
+    import matplotlib.pyplot as plt
+
     plt.rcParams["svg.hashsalt"] = "compare_json"
     figure, axes = plt.subplots(figsize=(6.0, 3.2), layout="constrained")
     for name, seeds in arms.items():

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 from rlhf.evaluation.win_rate import bootstrap
 
@@ -76,6 +75,8 @@ def read_arms(folder: Path) -> dict[str, list[Row]]:
 
 def draw(arms: dict[str, list[Row]], chart: Path) -> None:
     """Draw score and KL against the age of the samples: a point for each seed, a line through the means."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.subplots(1, 2)
     for key, axis, title in (("score", axes[0], "held-out score"), ("kl", axes[1], "KL to the start, nats")):

@@ -6,6 +6,7 @@ import gzip
 import importlib
 import json
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,13 @@ def sizes(modules: dict[str, ModuleType]) -> Any:
     return modules["peers.work"].Sizes(
         rows=4, prompts=2, group=2, ppo_prompts=16, ppo_epochs=2, ppo_minibatches=2, new_tokens=4
     )
+
+
+@pytest.mark.parametrize("name", ["json_table", "staleness"])
+def test_tables_need_no_matplotlib(name: str) -> None:
+    """Only their charts do, by the extra `notebook`."""
+    code = f"import sys; sys.modules['matplotlib'] = None; sys.path.insert(0, {str(BENCHMARKS)!r}); import {name}"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.beside
