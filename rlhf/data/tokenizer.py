@@ -123,7 +123,7 @@ def base_of_adapter(folder: Path) -> str:
     """Read the base model of an adapter from its configuration.
 
     Raises:
-        ModelError: the configuration cannot be read or names no base model.
+        ModelError: the configuration cannot be read, or names no base model or the adapter's own folder.
     """
     try:
         settings = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
@@ -132,6 +132,8 @@ def base_of_adapter(folder: Path) -> str:
         raise ModelError(f"{folder / ADAPTER}: not the configuration of an adapter: {error}") from error
     if not isinstance(base, str) or not base:
         raise ModelError(f"{folder / ADAPTER} names no base_model_name_or_path: write the folder of its base there")
+    if Path(base).resolve() == folder.resolve():
+        raise ModelError(f"{folder / ADAPTER} names itself as base_model_name_or_path: write the folder of its base there")
     return base
 
 

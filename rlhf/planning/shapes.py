@@ -162,8 +162,9 @@ def read_shape(path: str, *, may_make: bool = False) -> Shape | None:
     if folder is None:
         return published_shape(path) or _cached(path, may_make=may_make)
     if (folder / ADAPTER).is_file():
-        base = read_json(folder / ADAPTER).get("base_model_name_or_path")
-        return read_shape(str(base), may_make=may_make) if base else None
+        base = str(read_json(folder / ADAPTER).get("base_model_name_or_path") or "")
+        names_itself = not base or Path(base).resolve() == folder.resolve()
+        return None if names_itself else read_shape(base, may_make=may_make)
     if not (folder / CONFIG).is_file():
         return None
     shape = shape_of_config(read_json(folder / CONFIG))

@@ -19,6 +19,7 @@ from rlhf.data.tokenizer import (
     vocabulary_digest,
 )
 from rlhf.errors import DataError, ModelError
+from rlhf.planning.shapes import read_shape
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -175,3 +176,11 @@ def test_a_saved_template_is_loaded(chatml: PreTrainedTokenizerBase, tmp_path: P
     loaded = load_tokenizer(saved(chatml, tmp_path))
     assert choose_template(loaded, "auto").source == chatml.chat_template
     assert AutoTokenizer.from_pretrained(str(tmp_path)).pad_token == "<|pad|>"
+
+
+def test_an_adapter_that_names_itself_as_its_base_is_a_plain_error(tmp_path: Path) -> None:
+    """It ended in Python's RecursionError, when the adapter of a run in `model` named its base by the path `model`."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"{tmp_path}/."}))
+    with pytest.raises(ModelError, match="names itself as base_model_name_or_path: write the folder of its base there"):
+        load_tokenizer(str(tmp_path))
+    assert read_shape(str(tmp_path)) is None
