@@ -199,7 +199,8 @@ def explicit_pair(values: Values, *, turns: bool, column: str) -> PairText:
         raise BadRow("chosen and rejected are not of the same form")
     prompt = _read_prompt(values, column, turns=turns or is_messages(chosen))
     if not is_messages(chosen):
-        return _text_pair(prompt, some_text(chosen, "chosen"), some_text(rejected, "rejected"), values)
+        texts = [_read_answer(side, prompt, name) for side, name in ((chosen, "chosen"), (rejected, "rejected"))]
+        return _text_pair(prompt, texts[0], texts[1], values)
     if isinstance(prompt, str):
         raise BadRow(f"{column} is a transcript in text, chosen and rejected are messages: give all three in one form")
     sides = [
@@ -207,6 +208,14 @@ def explicit_pair(values: Values, *, turns: bool, column: str) -> PairText:
         for side, name in ((chosen, "chosen"), (rejected, "rejected"))
     ]
     return _conversation_pair(sides[0], sides[1], values)
+
+
+def _read_answer(value: object, prompt: Prompt, name: str) -> str:
+    """Read an answer to a transcript in text, whether it repeats the transcript or only answers it."""
+    answer = some_text(value, name)
+    if isinstance(prompt, str) and is_transcript(prompt) and answer.strip().startswith(prompt.strip()):
+        return some_text(answer.lstrip().removeprefix(prompt.strip()), name)
+    return answer
 
 
 def _full_conversation(side: list[Message], prompt: list[Message], name: str) -> list[Message]:
@@ -280,6 +289,8 @@ def completion_demo(values: Values, *, turns: bool, prompt: str, completion: str
         raise BadRow(f"{completion} was cut before it ended (finished: false)")
     question = _read_prompt(values, prompt, turns=turns)
     answer, answer_messages = _read_completion(values, completion)
+    if not answer_messages:
+        answer = _read_answer(answer, question, completion)
     return DemoText(question, answer, tools_of(values), answer_messages)
 
 

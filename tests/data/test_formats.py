@@ -63,6 +63,11 @@ HH = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: And?\n\nAssistant:"
 PAIR_ROWS: list[tuple[str, dict[str, object], PairText]] = [
     ("explicit", {"prompt": "Q:", "chosen": " Yes", "rejected": " No"}, PairText("Q:", " Yes", " No", 0.0)),
     ("transcripts", {"chosen": HH + " Yes", "rejected": HH + " No"}, PairText(HH, " Yes", " No", 0.0)),
+    (
+        "a transcript that the sides repeat",
+        {"prompt": HH, "chosen": HH.strip() + " Yes", "rejected": HH + " No"},
+        PairText(HH, " Yes", " No", 0.0),
+    ),
     ("messages", {"prompt": HI, "chosen": [assistant("Yes")], "rejected": [assistant("No")]}, PAIR),
     ("one message a side", {"prompt": HI, "chosen": assistant("Yes"), "rejected": assistant("No")}, PAIR),
     ("text sides", {"prompt": HI, "chosen": "Yes", "rejected": "No"}, PAIR),
@@ -180,6 +185,7 @@ def test_margins(columns: dict[str, object], margin: float | str) -> None:
         ({"chosen": HI, "rejected": [*HI, assistant("b")]}, "the last message of chosen is not the assistant's"),
         ({"chosen": HH + " a", "rejected": "\n\nHuman: Ho\n\nAssistant: b"}, DIFFER),
         ({"chosen": HH + " a", "rejected": HH + " "}, "empty rejected"),
+        ({"prompt": HH, "chosen": HH + " a", "rejected": HH}, "empty rejected"),
         ({"chosen": HH + " a\n\nHuman: More?", "rejected": HH + " b"}, "chosen ends with a human's turn"),
         ({"chosen": "just text", "rejected": "text"}, NO_MARK),
     ],
@@ -193,6 +199,8 @@ def test_bad_pairs_have_reasons(row: dict[str, object], reason: str) -> None:
     [
         ({"prompt": "p", "completion": " c"}, DemoText("p", " c")),
         ({"prompt": "p", "completion": "c", "finished": True}, DemoText("p", "c")),
+        ({"prompt": "p", "completion": "p c"}, DemoText("p", "p c")),
+        ({"prompt": HH, "completion": HH + " c"}, DemoText(HH, " c")),
         ({"prompt": HI, "completion": [assistant("c")]}, DemoText(HI, "c")),
         ({"question": "1+1?", "answer": "2"}, DemoText("1+1?\n", "2")),
         ({"instruction": "Go.", "input": "", "output": "Gone."}, DemoText(GO, "Gone.")),
