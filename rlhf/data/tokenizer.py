@@ -133,7 +133,7 @@ def base_of_adapter(folder: Path) -> str:
     if not isinstance(base, str) or not base:
         raise ModelError(f"{folder / ADAPTER} names no base_model_name_or_path: write the folder of its base there")
     if Path(base).resolve() == folder.resolve():
-        raise ModelError(f"{folder / ADAPTER} names itself as base_model_name_or_path: write the folder of its base there")
+        raise ModelError(f"{folder / ADAPTER}: base_model_name_or_path is the adapter itself: write its base there")
     return base
 
 

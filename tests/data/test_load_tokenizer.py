@@ -181,6 +181,6 @@ def test_a_saved_template_is_loaded(chatml: PreTrainedTokenizerBase, tmp_path: P
 def test_an_adapter_that_names_itself_as_its_base_is_a_plain_error(tmp_path: Path) -> None:
     """It ended in Python's RecursionError, when the adapter of a run in `model` named its base by the path `model`."""
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"{tmp_path}/."}))
-    with pytest.raises(ModelError, match="names itself as base_model_name_or_path: write the folder of its base there"):
+    with pytest.raises(ModelError, match="base_model_name_or_path is the adapter itself: write its base there"):
         load_tokenizer(str(tmp_path))
     assert read_shape(str(tmp_path)) is None
