@@ -320,22 +320,35 @@ CRITICS = {
 }
 
 
-def test_which_critic_learns_strict_json() -> None:
-    arms, shown = read("compare_critic.json"), set[tuple[str, str]]()
-    text = page("docs/experiments/json.md").split("### Which critic?")[1].split("\n## ")[0]
+OTHER_CRITICS = {
+    "as shipped, with AMX": "default",
+    "a head on the policy (`critic.shared=true`)": "shared",
+    "warm-up (`critic.warmup_steps=4`)": "warmup",
+}
+
+
+def check_critics(text: str, names: dict[str, str], arms: dict[str, Any]) -> None:
+    """Check the rows of a table of critics, and that it has all seeds of the arms."""
+    shown = set[tuple[str, str]]()
     for row in rows(text):
         name, _, seed = row[0].rpartition(", seed ")
-        if name not in CRITICS:
+        if name not in names:
             continue
-        cell = arms[CRITICS[name]][seed]
+        cell = arms[names[name]][seed]
         full = [100 * cell["full"][key] for key in ("value", "low", "high")]
         explained = [cell[key][1] for key in ("explained_variance", "explained_beyond_position")]
         assert wrong(numbers(row[1]), full) == [], row
         assert wrong([row[2], row[3]], [100 * cell["parses"]["value"], cell["kl"]]) == [], row
         assert wrong(decimals(f"{row[4]} {row[5]}".replace("−", "-")), explained) == [], row
         assert wrong([row[6]], [cell["costs"]["flops"] / 1e12]) == [], row
-        shown.add((CRITICS[name], seed))
-    assert shown == {(arm, seed) for arm in CRITICS.values() for seed in arms[arm]}
+        shown.add((names[name], seed))
+    assert shown == {(arm, seed) for arm in names.values() for seed in arms[arm]}
+
+
+def test_which_critic_learns_strict_json() -> None:
+    arms = read("compare_critic.json")
+    text = page("docs/experiments/json.md").split("### Which critic?")[1].split("\n## ")[0]
+    check_critics(text, CRITICS, arms)
     one, four, flat = arms["default"], arms["epochs_4"], " ".join(text.split())
     told_of_epochs = re.search(
         r"four times\*\*: (\d+) % right against (\d+), (\d+) % right against (\d+), (\d+) % right against (\d+)\. .*? "
@@ -360,6 +373,46 @@ def test_which_critic_learns_strict_json() -> None:
     assert wrong(shown, [*as_much, *in_the_end]) == []
     assert "so its .17 does not compare" in flat
     assert wrong([".17"], [arms["lambda_95"]["0"]["explained_variance"][1]]) == []
+
+
+def test_a_critic_on_the_policy_and_a_warm_up_of_the_critic() -> None:
+    arms, older = read("compare_critic_amx.json"), read("compare_critic.json")["default"]
+    text = page("docs/experiments/json.md").split("### Which critic?")[1].split("\n## ")[0]
+    check_critics(text, OTHER_CRITICS, arms)
+    default, shared, warm = arms["default"], arms["shared"], arms["warmup"]
+    flat = " ".join(text.split()).replace("−", "-")
+
+    def cells(arm: dict[str, Any], key: str) -> list[float]:
+        return [cell[key] for cell in arm.values()]
+
+    def share(arm: dict[str, Any], key: str) -> list[float]:
+        return [100 * cell[key]["value"] for cell in arm.values()]
+
+    flops = [shared[seed]["costs"]["flops"] / default[seed]["costs"]["flops"] for seed in shared]
+    assert len(flops) == len(default) == arms["lead of shared"]["seeds"] == 3
+    assert {f"{ratio:.1f}" for ratio in flops} == {"0.6"}
+    assert "**A head on the policy costs .6 of the FLOPs" in flat
+    means = [sum(share(arm, "full")) / 3 for arm in (shared, default)]
+    assert wrong(told(flat, r"loss is measurable\*\*: (\d+ % right on average against \d+),"), means) == []
+    lead = [-arms["lead of shared"][key] for key in ("value", "high", "low")]
+    behind = re.search(r"a held-out score lower by (\S+ \[\S+ \S+\])\. The interval", flat)
+    assert behind is not None
+    assert wrong(decimals(behind[1]), lead) == []
+    peaks = [max(cells(arm, "peak_memory_mb")) / 1000 for arm in (shared, default)]
+    assert wrong(told(flat, r"needs (\S+ GB at its peak in place of \S+)\. The head"), peaks) == []
+    explained = sorted(cell["explained_variance"][1] for cell in shared.values())
+    explains = re.search(r"The head predicts worse than a constant \((\S+ to \S+)\)\.", flat)
+    assert explains is not None
+    assert wrong(decimals(explains[1]), [explained[0], explained[-1]]) == []
+    lower = re.search(r"The score is (\S+ \[\S+ \S+\]) lower \(two seeds\)", flat)
+    assert lower is not None
+    assert len(warm) == arms["lead of warmup"]["seeds"] == 2
+    assert wrong(decimals(lower[1]), [-arms["lead of warmup"][key] for key in ("value", "high", "low")]) == []
+    fenced = told(flat, r"keep their fence: (\d+ % have the right keys and types, and \d+) % are JSON alone")
+    assert wrong(fenced, [100 * warm["1"][key]["value"] for key in ("right", "only")]) == []
+    every = share(default, "full") + share(older, "full")
+    assert len(every) == 6
+    assert wrong(told(flat, r"the critic as shipped get (\d+ to \d+) % right\."), [min(every), max(every)]) == []
 
 
 def test_what_the_page_says_of_a_critic_that_counts_tokens() -> None:
