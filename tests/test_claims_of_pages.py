@@ -393,7 +393,7 @@ def test_a_critic_on_the_policy_and_a_warm_up_of_the_critic() -> None:
     assert {f"{ratio:.1f}" for ratio in flops} == {"0.6"}
     assert "**A head on the policy costs .6 of the FLOPs" in flat
     means = [sum(share(arm, "full")) / 3 for arm in (shared, default)]
-    assert wrong(told(flat, r"loss is measurable\*\*: (\d+ % right on average against \d+),"), means) == []
+    assert wrong(told(flat, r"no difference in score\*\*: (\d+ % right on average against \d+),"), means) == []
     lead = [-arms["lead of shared"][key] for key in ("value", "high", "low")]
     behind = re.search(r"a held-out score lower by (\S+ \[\S+ \S+\])\. The interval", flat)
     assert behind is not None

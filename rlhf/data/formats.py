@@ -153,11 +153,11 @@ def _read_prompt(values: Values, column: str, *, turns: bool) -> Prompt:
             return prompt if isinstance(prompt, str) else with_system(prompt, values)
 
 
-def _read_completion(values: Values, column: str) -> tuple[str, tuple[Message, ...]]:
+def _read_completion(values: Values, column: str, prompt: Prompt) -> tuple[str, tuple[Message, ...]]:
     """Read the assistant's answer: its text, and its messages if it is more than text."""
     value = values.get(column)
     if not is_messages(value):
-        return some_text(value, column), ()
+        return _read_answer(value, prompt, column), ()
     before, answer = split_answer(messages(value, column), column)
     if before:
         raise BadRow(f"{column} has more than the assistant's answer")
@@ -288,9 +288,7 @@ def completion_demo(values: Values, *, turns: bool, prompt: str, completion: str
     if str(values.get("finished")).strip().lower() in ("false", "0"):  # a table's cells are text
         raise BadRow(f"{completion} was cut before it ended (finished: false)")
     question = _read_prompt(values, prompt, turns=turns)
-    answer, answer_messages = _read_completion(values, completion)
-    if not answer_messages:
-        answer = _read_answer(answer, question, completion)
+    answer, answer_messages = _read_completion(values, completion, question)
     return DemoText(question, answer, tools_of(values), answer_messages)
 
 
