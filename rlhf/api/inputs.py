@@ -50,6 +50,8 @@ class Inputs:
     folder: Path
     resume: bool | Literal["always"] = False
     of: Literal["run", "comparison"] = "run"
+    parameters: float | None = None
+    """The number of parameters of a model that is in memory, whose files are not yet there."""
     _pending: list[Callable[[], None]] = field(default_factory=list)
 
     @contextmanager
@@ -93,6 +95,7 @@ class Inputs:
             return {"model": str(model), **self._tokenizer(tokenizer)}
         _check_loaded_model(model, tokenizer)
         folder = self.folder / "start"
+        self.parameters = float(sum(parameter.numel() for parameter in model.parameters()))
         self._pending.append(lambda: self._save_model(model, tokenizer, folder))
         return {"model": str(folder), **({} if _is_object(tokenizer) else self._tokenizer(tokenizer))}
 

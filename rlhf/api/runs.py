@@ -231,7 +231,7 @@ def train(
     tree = with_plugins(draft.tree(), given)
     if tree.get("algorithm") is None:
         raise ConfigError('preset is missing: give the name of an algorithm, such as "ppo", "grpo" or "dpo"')
-    config_of_run = train_config(tree)
+    config_of_run = train_config(tree, parameters=inputs.parameters)
     return _run(config_of_run, inputs, run_train, on_step=on_step, quiet=quiet)
 
 

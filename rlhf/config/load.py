@@ -154,16 +154,17 @@ def load_chat_format(path: str) -> ChatFormat:
     return validate(DataConfig, {key: data[key] for key in keys if key in data}).chat_format
 
 
-def train_config(tree: Tree, *, trains: bool = True) -> TrainConfig:
+def train_config(tree: Tree, *, trains: bool = True, parameters: float | None = None) -> TrainConfig:
     """Build the training run, online or offline, that a tree of settings describes, after expanding its preset.
 
     Args:
         trains: False skips the rules of training, for settings that only judge a model.
+        parameters: the size of a model that is in memory; None reads it from the model's folder or name.
     """
     load_plugins(tree)
     expanded = expand_preset(tree)
     if algorithm_kind(expanded.get("algorithm")) == "online":
-        return validate(OnlineConfig, expanded, trains=trains)
+        return validate(OnlineConfig, expanded, trains=trains, parameters=parameters)
     return validate(OfflineConfig, expanded, trains=trains)
 
 
@@ -334,17 +335,18 @@ def dump(config: Section) -> Tree:
     return config.model_dump(mode="json")
 
 
-def validate(kind: type[C], tree: Tree, *, trains: bool = True) -> C:
+def validate(kind: type[C], tree: Tree, *, trains: bool = True, parameters: float | None = None) -> C:
     """Validate a tree of settings and build a `kind` from it.
 
     Args:
         trains: False skips the rules of training.
+        parameters: the size of the model, by which an online run chooses its learning rate; None: it is read.
 
     Raises:
         ConfigError: the tree is invalid; the message has one line for every mistake.
     """
     try:
-        return kind.model_validate(tree, context={"trains": trains})
+        return kind.model_validate(tree, context={"trains": trains, "parameters": parameters})
     except ValidationError as error:
         lines = [_explain(kind, dict(mistake)) for mistake in error.errors()]
         raise ConfigError("\n".join(lines)) from error

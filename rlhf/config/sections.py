@@ -46,6 +46,7 @@ from rlhf.config.run import (
 )
 from rlhf.config.weights import Export, TrainedWeightsConfig, WeightsConfig
 from rlhf.environments.section import EnvironmentConfig
+from rlhf.model_files import count_parameters
 from rlhf.rewards.source import Source
 from rlhf.section import Facts, Needed, NonNegative, OneOf, Positive, Rule, Section
 from rlhf.serving.server import Server
@@ -97,6 +98,9 @@ class OptimizerConfig(Section):
 class PolicyConfig(OptimizerConfig, TrainedWeightsConfig):
     """The model being trained."""
 
+    lr: NonNegative = 1e-6
+    """Peak learning rate; 0 trains nothing (for trial runs). If it is not set, an online run of a model with 50 to 300
+    million parameters uses 2e-5, or 2e-4 with adapters: at 1e-6 such a model hardly changes."""
     model: str
     """Folder or hub id of a causal language model."""
     tokenizer: str | None = None
@@ -158,6 +162,8 @@ class ReferenceConfig(WeightsConfig):
             )
 
 
+SMALL_MODELS = (5e7, 3e8)  # parameters: the sizes at which SMALL_MODEL_LR is known to learn from own samples
+SMALL_MODEL_LR, ADAPTER_TO_WHOLE_LR = 2e-5, 10.0
 CRITIC_TO_POLICY_LR = 5.0  # a critic's learning rate, if none is set, over the policy's
 
 
@@ -443,7 +449,7 @@ class Validation(Protocol):
 
     @property
     def context(self) -> Any:
-        """Return what the caller of the validation gave: None, or whether the run trains."""
+        """Return what the caller of the validation gave: None, or "trains" and "parameters"."""
 
 
 def is_trained(info: Validation) -> bool:
@@ -632,8 +638,14 @@ class OnlineConfig(TrainSections):
         return is_asked and is_one_step and not is_read_before
 
     @model_validator(mode="after")
-    def _scale_critic(self) -> OnlineConfig:
-        """Fill in the critic's learning rate: the section is replaced in place, since every section is frozen."""
+    def _scale_rates(self, info: Validation) -> OnlineConfig:
+        """Fill in learning rates that are not set; a section is replaced in place, since every section is frozen."""
+        if is_trained(info) and "lr" not in self.policy.model_fields_set and not self.algorithm.policy_loss.searches:
+            parameters = (info.context or {}).get("parameters") or count_parameters(self.policy.model)
+            if parameters is not None and SMALL_MODELS[0] <= parameters < SMALL_MODELS[1]:
+                lr = SMALL_MODEL_LR * (1.0 if self.policy.lora is None else ADAPTER_TO_WHOLE_LR)
+                self.__dict__["policy"] = self.policy.model_copy(update={"lr": lr})
+                self.policy.model_fields_set.discard("lr")  # the user did not set it
         is_read = self.algorithm.advantage.needs_critic and not self.critic.shared
         if is_read and "lr" not in self.critic.model_fields_set:
             lr = float(f"{CRITIC_TO_POLICY_LR * self.policy.lr:.12g}")  # 5e-6 for 1e-6, and not 4.9999999999999996e-06
@@ -646,6 +658,11 @@ class OnlineConfig(TrainSections):
             self._check_training()
         self._check_episodes()
         return self
+
+    @property
+    def has_chosen_rate(self) -> bool:
+        """Return whether the model's size chose the learning rate."""
+        return "lr" not in self.policy.model_fields_set and self.policy.lr != PolicyConfig.model_fields["lr"].default
 
     def _check_training(self) -> None:
         """Check the settings that only training reads."""

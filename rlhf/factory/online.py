@@ -140,9 +140,12 @@ def build_online(config: OnlineConfig, view: View | None = None) -> OnlineRun:
     Raises:
         UserError: a model, data set, reward or checkpoint is missing or invalid; the subclass says which.
     """
-    config, precision = choose_precision(config)
+    config, notes = choose_precision(config)
+    if config.has_chosen_rate:
+        size = "50 to 300 million parameters"
+        notes.append(f"policy.lr={config.policy.lr:g}: it is not set, and the model has {size}")
     check_functions(config)
-    context = open_context(config, view, precision)
+    context = open_context(config, view, notes)
     with context.undone_on_error():
         return _build(config, context)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rlhf.config.data import DatasetConfig, TrainableDataConfig
 from rlhf.config.run import UNKNOWN_LENGTH
-from rlhf.config.sections import OfflineConfig, OnlineConfig, RewardModelConfig, RunConfiguration
+from rlhf.config.sections import SMALL_MODELS, OfflineConfig, OnlineConfig, RewardModelConfig, RunConfiguration
 from rlhf.guard.rule import EVERY, OFFLINE, ON_DATA, POLICY, outside
 from rlhf.planning.layout import trained_section
 from rlhf.planning.plan import RULE as DOES_NOT_FIT
@@ -16,10 +16,10 @@ from rlhf.planning.plan import Machine, gigabytes, least_of
 from rlhf.section import Facts, Rule, Value
 
 LONG_RUN = 2000  # steps; a lost machine then costs hours
-SMALL_MODEL, LARGE_MODEL = 5e7, 1e9  # parameters
+SMALL_MODEL, LARGE_MODEL = SMALL_MODELS[0], 1e9  # parameters
 LORA_FACTOR = 10.0
 LOWEST_FOR_TINY = 1e-5
-LOWEST_ONLINE, SMALL_ONLINE = 3e-6, 3e8  # the lowest rate, up to so many parameters
+LOWEST_ONLINE, SMALL_ONLINE = 3e-6, SMALL_MODELS[1]  # the lowest rate, up to so many parameters
 WARMUP_OF_A_TRIAL = 10  # steps; a few steps of any run are a trial, whose warm-up does not matter
 
 

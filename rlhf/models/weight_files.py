@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from rlhf.data.tokenizer import ModelLocation
 from rlhf.errors import ModelError
-from rlhf.planning.shapes import read_header
+from rlhf.model_files import read_header
 from rlhf.runtime.engine import Engine
 
 CONFIG = "config.json"

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from rlhf.config.sections import OnlineConfig, RewardModelConfig, RunConfiguration
 from rlhf.config.weights import LoraConfig
-from rlhf.planning.shapes import adapter_at, continued_adapter, path_of_base
+from rlhf.model_files import adapter_at, path_of_base
+from rlhf.planning.shapes import continued_adapter
 from rlhf.section import Section
 
 S = TypeVar("S", bound=Section)

@@ -20,8 +20,9 @@ from rlhf.config.sections import (
     RunConfiguration,
 )
 from rlhf.errors import ModelError
+from rlhf.model_files import path_of_base, resolved
 from rlhf.planning.arithmetic import SIZES, Arithmetic, Bytes, PassRows
-from rlhf.planning.shapes import Shape, continued_adapter, path_of_base, read_shape, resolved
+from rlhf.planning.shapes import Shape, continued_adapter, read_shape
 from rlhf.rewards.source import sources_in
 
 NO_GRAD_PASSES = 4  # micro-batches in a pass without gradient on a CPU; rlhf.training.online_run

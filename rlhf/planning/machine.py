@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from rlhf.errors import UserError, command_or_call
-from rlhf.planning.shapes import read_json
+from rlhf.model_files import read_json
 from rlhf.section import cache_folder
 
 GB = 1e9

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf.config.weights import LoraConfig
+from rlhf.model_files import ADAPTER, CONFIG, adapter_at, existing_folder, read_header, read_json
 
-CONFIG = "config.json"
-ADAPTER = "adapter_config.json"
 WRITTEN_OUT = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3", "gemma3_text")
 """The model types whose layers have a forward and backward pass of our own; see rlhf.models.kernels.llama.families."""
 
@@ -158,7 +155,7 @@ def read_shape(path: str, *, may_make: bool = False) -> Shape | None:
 
     With `may_make` transformers makes a model of another family on the meta device, which takes seconds.
     """
-    folder = _folder(path)
+    folder = existing_folder(path)
     if folder is None:
         return published_shape(path) or _cached(path, may_make=may_make)
     if (folder / ADAPTER).is_file():
@@ -173,12 +170,6 @@ def read_shape(path: str, *, may_make: bool = False) -> Shape | None:
     return None if shape is None else _as_stored(shape, folder)
 
 
-def adapter_at(path: str) -> dict[str, Any]:
-    """Return peft's settings of the adapter at `path`; empty if there is a whole model or nothing."""
-    folder = _folder(path)
-    return {} if folder is None else read_json(folder / ADAPTER)
-
-
 def continued_adapter(path: str, lora: LoraConfig | None, *, head: bool) -> dict[str, Any]:
     """Return peft's settings of the adapter at `path` if it is trained further; empty if it is merged.
 
@@ -186,29 +177,6 @@ def continued_adapter(path: str, lora: LoraConfig | None, *, head: bool) -> dict
     """
     settings = {} if lora is None or lora.start == "merge" else adapter_at(path)
     return settings if head or settings.get("task_type") == "SEQ_CLS" else {}
-
-
-def path_of_base(path: str) -> str:
-    """Return the model below an adapter's folder, or the path itself: the same for all models on one base."""
-    return resolved(str(adapter_at(path).get("base_model_name_or_path") or path))
-
-
-def resolved(path: str) -> str:
-    """Return the whole path of a file or folder; a hub id unchanged."""
-    return str(Path(path).resolve()) if Path(path).exists() else path
-
-
-def _folder(path: str) -> Path | None:
-    """Return the folder of a model or of a run's model; None if the path is no folder here."""
-    name, at, best = path.rpartition("@")
-    if at and best == "best":
-        kept = sorted(Path(name).expanduser().glob("best/step-*"), key=lambda kept: int(kept.name.partition("-")[2]))
-        path = str(kept[-1]) if kept else name
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        return None
-    is_exported = any((folder / "model" / name).is_file() for name in (CONFIG, ADAPTER))
-    return folder / "model" if is_exported and (folder / "config.yaml").is_file() else folder
 
 
 def _cached(name: str, *, may_make: bool) -> Shape | None:
@@ -224,15 +192,6 @@ def _cached(name: str, *, may_make: bool) -> Shape | None:
     if not isinstance(file, str):
         return None
     return shape_of_config(read_json(Path(file))) or (_made_on_meta(name) if may_make else None)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; empty if there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 _KNOWN = (*WRITTEN_OUT, "gemma2", "gemma", "olmo", "smollm3", "granite")
@@ -262,8 +221,6 @@ def shape_of_config(config: Mapping[str, Any]) -> Shape | None:
     )
 
 
-_HEADER = struct.Struct("<Q")
-_LARGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
@@ -277,21 +234,6 @@ def _as_stored(shape: Shape, folder: Path) -> Shape:
         counts[tensor["dtype"]] = counts.get(tensor["dtype"], 0) + math.prod(tensor["shape"])
     stored = _DTYPES.get(max(counts, key=lambda kind: counts[kind]), shape.stored)
     return replace(shape, stored=stored)
-
-
-def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """Read the dtype, shape and place of each tensor of a safetensors file, none if it is no such file; and the start.
-
-    A place is relative to the start, which is in bytes.
-    """
-    try:
-        with file.open("rb") as stream:
-            (length,) = _HEADER.unpack(stream.read(_HEADER.size))
-            header = json.loads(stream.read(length)) if length <= _LARGEST_HEADER else None
-    except (OSError, ValueError, struct.error):
-        return {}, 0
-    entries = header if isinstance(header, dict) else {}
-    return {name: entry for name, entry in entries.items() if name != "__metadata__"}, _HEADER.size + length
 
 
 def _made_on_meta(name: str) -> Shape | None:

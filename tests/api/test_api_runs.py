@@ -138,6 +138,21 @@ def test_a_loaded_model_a_dataset_and_dotted_keys(model: str, tmp_path: Path) ->
         rlhf.train(loaded, "dpo", preferences=data, folder=tmp_path / "none")
 
 
+def test_the_rate_follows_the_size_of_a_loaded_model_and_the_run_names_it(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rlhf.config.sections.SMALL_MODELS", (1e3, 3e8))
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    call = {"tokenizer": tokenizer, "prompts": PROMPTS, "reward": goodness, **{**SETTINGS, "policy": {}}}
+    rlhf.train(loaded, "ppo", folder=tmp_path / "unset", **call)
+    settings = yaml.safe_load((tmp_path / "unset" / "config.yaml").read_text())
+    assert (settings["policy"]["lr"], settings["critic"]["lr"]) == (2e-5, 1e-4)
+    assert "policy.lr=2e-05: it is not set, and the model has" in capsys.readouterr().out
+    rlhf.train(loaded, "ppo", folder=tmp_path / "set", lr=3e-6, **call)
+    assert yaml.safe_load((tmp_path / "set" / "config.yaml").read_text())["policy"]["lr"] == 3e-6
+    assert "it is not set" not in capsys.readouterr().out
+
+
 def test_sft_then_a_reward_model_then_ppo_with_it(model: str, tmp_path: Path) -> None:
     start = rlhf.sft(
         model,

@@ -822,6 +822,40 @@ def test_the_defaults_that_a_run_folder_spells_out_are_no_sections_that_were_set
     assert unread_warnings(validate(RewardModelConfig, dump(reward_model))) == []
 
 
+SMALL, LARGE = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-0.5B"
+
+
+@pytest.mark.parametrize(
+    "model, preset, rate, critic",
+    [
+        (SMALL, "ppo", 2e-5, 1e-4),
+        (SMALL, "grpo", 2e-5, 5e-6),  # which has no critic
+        (LARGE, "ppo", 1e-6, 5e-6),
+        ("m", "ppo", 1e-6, 5e-6),  # of unknown size
+        (SMALL, "trpo", 1e-6, 5e-6),  # the bound sets the length of its step
+        (SMALL, "sft", 1e-6, 5e-6),
+        (SMALL, "dpo", 1e-6, 5e-6),
+    ],
+)
+def test_an_online_run_of_a_small_model_learns_with_no_key_but_its_preset(
+    model: str, preset: str, rate: float, critic: float
+) -> None:
+    tree = merge(base(preset=preset), {"policy": {"model": model}, "batch": {"epochs": 1}})
+    config = train_config(tree)
+    assert (config.policy.lr, config.critic.lr) == (rate, critic)
+    assert train_config(merge(tree, {"policy": {"lr": 3e-6}})).policy.lr == 3e-6
+    assert dump(train_config(dump(config))) == dump(config)
+
+
+def test_adapters_get_ten_times_the_rate_and_a_model_in_memory_is_counted() -> None:
+    adapters = merge(base(preset="grpo"), {"policy": {"model": SMALL, "lora": {"r": 16}}})
+    assert train_config(adapters).policy.lr == 2e-4
+    sizes = {5e7: 2e-5, 2.9e8: 2e-5, 4.9e7: 1e-6, 3e8: 1e-6}
+    rates = {size: train_config(base(preset="ppo"), parameters=size).policy.lr for size in sizes}
+    assert rates == sizes
+    assert train_config(base(preset="ppo"), trains=False, parameters=1e8).policy.lr == 1e-6
+
+
 def test_a_type_replaces_a_section_that_leaves_its_type_to_the_preset() -> None:
     file = {"algorithm": {"preset": "ppo", "advantage": {"gae_lambda": 0.9, "whiten": False}}}
     named = {"type": "function", "target": "my.py:advantage"}

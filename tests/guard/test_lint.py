@@ -18,7 +18,8 @@ from rlhf.config.load import load_any
 from rlhf.errors import ConfigError
 from rlhf.guard.alarms.kl import KlToReference
 from rlhf.guard.lint import all_rules, check_settings, lint
-from rlhf.guard.rule import parameters_in_name, read_facts
+from rlhf.guard.rule import read_facts
+from rlhf.model_files import parameters_in_name
 from rlhf.section import Facts
 
 ROOT = Path(__file__).resolve().parents[2]
