@@ -43,10 +43,11 @@ def read_cell(folder: Path) -> dict[str, Any]:
     if sizes := [line["correction/ess"] for line in lines if "correction/ess" in line]:
         rows["effective_sample_size"] = statistics.mean(sizes)
     for name in ("explained_variance", "explained_beyond_position"):
-        if explained := [line[f"critic/{name}"] for line in lines if f"critic/{name}" in line]:
-            half = len(explained) // 2
+        explained = [line[f"critic/{name}"] for line in lines if f"critic/{name}" in line]
+        if half := len(explained) // 2:
             rows[name] = [statistics.mean(explained[:half]), statistics.mean(explained[half:])]
-    if met := [line["part/full/mean"] for line in lines if "part/full/mean" in line]:
+    met = [line["part/full/mean"] for line in lines if "part/full/mean" in line]
+    if len(met) >= 8:
         rows["full_in_training"] = [statistics.mean(met[i * len(met) // 8 : (i + 1) * len(met) // 8]) for i in range(8)]
     return rows
 

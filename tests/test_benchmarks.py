@@ -45,6 +45,22 @@ def test_tables_need_no_matplotlib(name: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("steps, halves", [(1, None), (2, [0.1, 0.2])])
+def test_the_table_of_a_run_of_few_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, halves: list[float] | None
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    table = importlib.import_module("json_table")
+    row = {"parts": dict.fromkeys(table.PARTS, 1.0)}
+    metrics = {"eval/kl": 0.2, "eval/score": 1.0, "eval/length": 3.0}
+    (tmp_path / "judged.json").write_text(json.dumps({"rows": [row], "metrics": metrics}))
+    lines = [{"critic/explained_variance": 0.1 * step, "part/full/mean": 1.0} for step in range(1, steps + 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cell = table.read_cell(tmp_path)
+    assert cell.get("explained_variance") == (None if halves is None else pytest.approx(halves))
+    assert "full_in_training" not in cell
+
+
 @pytest.mark.beside
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_our_side_does_the_work_that_the_peer_does(
