@@ -47,7 +47,7 @@ from rlhf.comparison.trial import (
     unmeasured_suites,
 )
 from rlhf.comparison.tuning.run import read_tuning
-from rlhf.config.compare import START_FOLDER, CellConfig
+from rlhf.config.compare import START_FOLDER, CellConfig, CompareConfig
 from rlhf.evaluation.frontier import score_at_kl
 from rlhf.evaluation.win_rate import (
     Interval,
@@ -167,6 +167,7 @@ def summarize(plan: CellPlan, cells: Sequence[CellResult]) -> ComparisonResults:
             *(note for result in cells for note in result.notes),
             *code_notes([result.cell for result in cells if result.judged is not None]),
             *missing_suite_notes(cells),
+            *missing_opponent_notes(config, cells),
             *sampling_notes(cells),
             *length_notes(cells),
         ),
@@ -187,6 +188,14 @@ def missing_suite_notes(cells: Sequence[CellResult]) -> list[str]:
         "beside the start model's. The same command measures it."
         for name, labels in missing.items()
     ]
+
+
+def missing_opponent_notes(config: CompareConfig, cells: Sequence[CellResult]) -> list[str]:
+    """Return a note of the opponents of `pairs` that no model was judged against, if there are any."""
+    judged = {(result.cell.arm, result.cell.seed) for result in cells if result.judged is not None}
+    against = [] if config.pairs is None else config.pairs.against
+    missing = [name for name in against if not {(name, seed) for seed in config.seeds} <= judged]
+    return [f"pairs: nothing was judged against {', '.join(missing)}: a seed of it is missing."] if missing else []
 
 
 def sampling_notes(cells: Sequence[CellResult]) -> list[str]:

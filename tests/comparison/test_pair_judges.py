@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf.api.comparing import check_arms, rebuild_comparison
 from rlhf.comparison import pairs
-from rlhf.comparison.aggregate import read_cells, summarize
+from rlhf.comparison.aggregate import missing_opponent_notes, read_cells, summarize
 from rlhf.comparison.inputs import digest_of_judge
 from rlhf.comparison.pairs import judge_pairs
 from rlhf.comparison.plan import CellPlan, ensure_owner
@@ -239,6 +240,10 @@ def test_a_comparison_with_a_judge_of_pairs(tmp_path: Path, judge_file: Path) ->
     assert table.columns[1:3] == ["over start", "over grpo"]
     files = {path: path.stat().st_mtime_ns for path in folder.glob("*/*/evals/pairs.json")}
     assert len(files) == 3
+    assert not any("pairs" in note for note in results.notes)
+    cells = [replace(cell, judged=None) if cell.cell.arm == "grpo" else cell for cell in read_cells(plan_of(tree))]
+    (note,) = missing_opponent_notes(plan_of(tree).config, cells)
+    assert note == "pairs: nothing was judged against grpo: a seed of it is missing."
     assert compared(tree)  # nothing is judged again
     assert {path: path.stat().st_mtime_ns for path in files} == files
     judge_file.write_text(JUDGE.replace("words=0", "words=1"))
