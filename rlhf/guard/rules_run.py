@@ -34,8 +34,8 @@ class RateRange(NamedTuple):
 RATES = {
     "online": RateRange(1e-7, 1e-4, 1.5e-5),
     "preference": RateRange(5e-8, 1e-4, 1e-5),
-    "sft": RateRange(1e-6, 2e-3, 5e-4),
-    "reward model": RateRange(5e-7, 2e-4, 5e-5),
+    "sft": RateRange(2e-6, 2e-3, 5e-4),
+    "reward model": RateRange(2e-6, 2e-4, 5e-5),
 }
 
 
@@ -177,10 +177,12 @@ RUN_RULES = (
         key="policy.lr (model.lr)",
         violation=rate_is_low,
         reason="The model will hardly change: a tiny model needs a hundred times the learning rate of a "
-        "model with billions of parameters, and one of 135 million twenty times, if it learns from its own samples.",
-        source="docs/hyperparameters.md; Meng et al. 2024 (SimPO): 3e-7 is the lowest reported",
-        fix="policy.lr=2e-5 online from 5e7 to 3e8 parameters; otherwise multiply the rate by 10 until kl/reference "
-        "(or the margin) changes",
+        "model with billions of parameters, and one of 135 million twenty times, if it learns from its own samples. "
+        "SFT and reward models take more than the default of 1e-6 at every size.",
+        source="docs/hyperparameters.md; Meng et al. 2024 (SimPO): 3e-7 is the lowest reported of preference losses; "
+        "Huang et al. 2024 (N+): 3e-6 for SFT and reward models",
+        fix="policy.lr=2e-5 for SFT, and online from 5e7 to 3e8 parameters; model.lr=1e-5 for reward models; otherwise "
+        "multiply the rate by 10 until kl/reference (or the margin) changes",
     ),
     Rule(
         name="lora-scale",

@@ -167,6 +167,8 @@ CASES: list[tuple[str, str, Sequence[str], Sequence[str], Facts]] = [
     ("learning-rate-low", PPO, ["policy.lr=1e-6"], ["policy.lr=2e-5"], MILLIONS),
     ("learning-rate-low", PPO, ["policy.lr=5e-8"], ["policy.lr=1e-6"], BILLIONS),
     ("learning-rate-low", DPO, ["policy.lr=1e-8"], ["policy.lr=5e-8"], BILLIONS),
+    ("learning-rate-low", SFT, ["policy.lr=1e-6"], ["policy.lr=2e-6"], BILLIONS),  # the default is for online runs
+    ("learning-rate-low", RM, ["model.lr=1e-6"], ["model.lr=2e-6"], BILLIONS),
     ("lora-scale", SFT, ["policy.lora.alpha=320"], ["policy.lora.alpha=16"], UNKNOWN),
     ("adam-epsilon", SFT, ["policy.adam_eps=1e-2"], ["policy.adam_eps=1e-8"], UNKNOWN),
     ("gradient-clip", RM, ["model.max_grad_norm=1000"], ["model.max_grad_norm=1"], UNKNOWN),
