@@ -438,6 +438,32 @@ def test_lambda_one_learns_more_in_every_seed() -> None:
     assert wrong(decimals(between[1]), [min(explained), max(explained)]) == []
 
 
+def test_ppo_learns_with_its_preset_alone() -> None:
+    run = read("json_preset.json")
+    text = page("docs/experiments/json.md").split("### PPO with its preset alone")[1].split("\n## ")[0]
+    flat = " ".join(text.split())
+    told_of_scores = re.search(
+        r"rises from (\S+) to (\S+)\*\*, by (\S+) \[(\S+), (\S+)\], at (\S+) nats "
+        r"\((\S+) completions, one seed, (\d+) min",
+        flat,
+    )
+    assert told_of_scores is not None
+    after, gain = run["held_out"], run["held_out"]["difference"]
+    measured = [after["start"], after["score"], gain["value"], gain["low"], gain["high"], after["kl"]]
+    assert wrong(decimals(" ".join(told_of_scores.groups()[:6])), measured) == []
+    assert told_of_scores[7] == f"{run['completions']:,}"
+    assert wrong([told_of_scores[8]], [run["minutes"]]) == []
+    assert run["full_in_training"][0] == 0
+    assert "none of the answers of the first eight steps" in flat
+    assert (
+        wrong(told(flat, r"right and (\d+) % of the answers of the last eight"), [100 * run["full_in_training"][7]])
+        == []
+    )
+    explains = re.search(r"explains (\S+) of the returns\*\* in the second half", flat)
+    assert explains is not None
+    assert wrong(decimals(explains[1]), [run["explained_variance"][1]]) == []
+
+
 def test_what_the_page_says_of_a_critic_that_counts_tokens() -> None:
     text = " ".join(page("docs/experiments/json.md").split(ON_A_CPU)[1].split(CHEAPER_MEANS)[0].split())
     steps = read("critic_beyond_position.json")["rows"]
