@@ -48,13 +48,13 @@ from rlhf.config.presets import get_setting, release_held_out
 from rlhf.config.run import ALGORITHM
 from rlhf.config.sections import OfflineConfig, RewardModelConfig
 from rlhf.data.paths import check_files, check_targets, resolve_best
-from rlhf.data.tokenizer import ADAPTER
 from rlhf.errors import ConfigError, called_from_python
 from rlhf.factory.evaluation import START, PolicyComparison, compare_models, evaluate_suite, load_model_for_suite
 from rlhf.factory.exported import rounded_models
 from rlhf.factory.reward_card import compute_report_card
 from rlhf.factory.sampler import NO_TEMPLATE, Completer
 from rlhf.lab.build import resolve_lab_paths
+from rlhf.model_files import ADAPTER
 from rlhf.models.folders import MODEL, member_folders
 from rlhf.models.scalar_adapters import merged_classifier
 from rlhf.models.scalar_head import load_reward_heads

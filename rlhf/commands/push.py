@@ -35,6 +35,7 @@ from rlhf.data.rows import RowCounts
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import CheckpointError, DataError, UserError
 from rlhf.factory.exported import change_lost_in
+from rlhf.model_files import ADAPTER, CONFIG
 from rlhf.models.backbone import load_causal_lm
 from rlhf.models.folders import model_folder
 from rlhf.report.model_card import CardInputs, DataUsed, model_card
@@ -89,7 +90,7 @@ def model_of_run(path: str) -> Path:
     """
     load_run(path)
     model = Path(path) / "model"
-    if not any((model / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if not any((model / name).is_file() for name in (CONFIG, ADAPTER)):
         raise CheckpointError(f"{path} has no model/ yet: it is written at the end of the run. Continue it first")
     return model
 
@@ -106,7 +107,7 @@ def card_of_run(path: str, *, quotes: bool = False) -> str:
         data=tuple(count_data(config)),
         comparison=_read_json(folder / "eval.json") if (folder / "eval.json").is_file() else None,
         suites=tuple(_read_json(file) for file in sorted((folder / "evals").glob("*.json"))),
-        is_adapter=(folder / "model" / "adapter_config.json").is_file(),
+        is_adapter=(folder / "model" / ADAPTER).is_file(),
         base_on_hub=_is_on_hub(base),
         best=best,
         quotes=quotes,

@@ -36,9 +36,9 @@ from rlhf.data.paths import looks_local, missing
 from rlhf.data.rows import DataRow, RowCounts
 from rlhf.data.templates import Rendered, Template, Tools, choose_template, is_written_out, render, turn_end_id
 from rlhf.errors import DataError, ModelError, install_hint
+from rlhf.model_files import ADAPTER
 from rlhf.types import Completions
 
-ADAPTER = "adapter_config.json"
 TOKENIZER_FILES = (  # of all tokenizer classes of transformers; a folder has the files of its class
     "tokenizer.json",
     "tokenizer_config.json",

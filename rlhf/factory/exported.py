@@ -16,8 +16,9 @@ from rlhf.config.load import dump, load_run
 from rlhf.config.sections import PolicyConfig, RewardModelConfig, TrainConfig
 from rlhf.config.weights import Export
 from rlhf.data.paths import resolve_best
-from rlhf.data.tokenizer import ADAPTER, locate_model
+from rlhf.data.tokenizer import locate_model
 from rlhf.errors import ConfigError, ModelError
+from rlhf.model_files import ADAPTER
 from rlhf.models.adapters import is_adapted
 from rlhf.models.backbone import CausalLM, merged_copy, save_model
 from rlhf.models.export import ExportDtype, Exported, Origin, export_model, write_tokenizer

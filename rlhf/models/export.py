@@ -17,12 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.tokenizer import TOKENIZER_FILES, ModelLocation, base_of_adapter, locate_model, locate_tokenizer
 from rlhf.errors import ModelError
+from rlhf.model_files import CONFIG
 from rlhf.models.adapters import base_model, is_adapted, lora_scales
 from rlhf.models.backbone import CausalLM, embedding_rows, published_config
 from rlhf.models.folders import SCORE_SETTINGS
 from rlhf.models.kernels.cast import HALF_DTYPES
 from rlhf.models.rounding import are_uneven, lost_change, names_at_start, round_to
-from rlhf.models.weight_files import CONFIG, INDEX, StoredTensor, WeightFiles, local_folder, read_headers, read_tensors
+from rlhf.models.weight_files import INDEX, StoredTensor, WeightFiles, local_folder, read_headers, read_tensors
 from rlhf.runtime.engine import Engine
 from rlhf.tracking.exported import TOLERATED_LOSS
 

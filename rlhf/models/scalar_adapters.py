@@ -22,6 +22,7 @@ from rlhf.config.sections import HeadInit
 from rlhf.config.weights import LoraConfig
 from rlhf.data.tokenizer import adapts_classifier, base_of_adapter, locate_model
 from rlhf.errors import ModelError
+from rlhf.model_files import CONFIG
 from rlhf.models.backbone import check_vocabulary, freeze, load_model_config, move_to, weight_dtype
 from rlhf.models.bases import bases_of
 from rlhf.models.export import classifier_padding
@@ -43,7 +44,6 @@ from rlhf.models.scalar_head import (
 )
 from rlhf.models.stored import make_dense, store_weights
 from rlhf.models.text_config import text_config
-from rlhf.models.weight_files import CONFIG
 from rlhf.runtime.engine import Engine
 
 PREFIX = "base_model.model."  # before every name in a file of peft's

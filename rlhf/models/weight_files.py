@@ -22,10 +22,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from rlhf.data.tokenizer import ModelLocation
 from rlhf.errors import ModelError
-from rlhf.model_files import read_header
+from rlhf.model_files import CONFIG, read_header
 from rlhf.runtime.engine import Engine
 
-CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 _SPLIT: WeakSet[nn.Module] = WeakSet()
 READ_AS_THEY_ARE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
